@@ -1,0 +1,1 @@
+"""api of Meshwright (see docs/architecture.md)."""

@@ -1,0 +1,1 @@
+"""executor of Meshwright (see docs/architecture.md)."""

@@ -1,0 +1,1 @@
+"""planner of Meshwright (see docs/architecture.md)."""

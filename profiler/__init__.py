@@ -1,0 +1,1 @@
+"""profiler of Meshwright (see docs/architecture.md)."""

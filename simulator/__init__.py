@@ -1,0 +1,1 @@
+"""simulator of Meshwright (see docs/architecture.md)."""

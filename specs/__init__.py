@@ -1,0 +1,1 @@
+"""The documents of Meshwright: models, clusters, workloads, profiles, plans, predictions and measurements."""

@@ -1,0 +1,194 @@
+"""What all documents share: strict, frozen, versioned, hashable by content, readable as JSON, YAML or TOML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from specs.errors import InvalidInput, Violation, nearest_name
+from specs.units import human_index, scale
+
+
+class Provenance(StrEnum):
+    """Where a number comes from, best first."""
+
+    MEASURED = "measured"
+    INTERPOLATED = "interpolated"
+    PUBLISHED = "published"
+    DATASHEET = "datasheet"
+    FITTED = "fitted"
+    EXTRAPOLATED = "extrapolated"
+    ASSUMED = "assumed"
+
+
+class Spec(BaseModel):
+    """A frozen, strict value. Unknown keys are errors that name the nearest known key; human units convert at load."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _human_units_to_si(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        index = human_index(cls.model_fields)
+        converted: dict[str, Any] = {}
+        for key, value in data.items():
+            if key in cls.model_fields or key not in index:
+                if key in converted:
+                    raise ValueError(f"'{key}' is given twice, in two units")
+                converted[key] = value
+                continue
+            name, factor = index[key]
+            if name in data or name in converted:
+                raise ValueError(f"'{key}' and another unit of '{name}' are both given; keep one")
+            converted[name] = scale(value, factor)
+        return converted
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated again."""
+        return type(self).model_validate({**dict(self), **changes})
+
+
+class Document(Spec):
+    """A file of its own kind with a schema version and a content hash."""
+
+    kind: ClassVar[str] = "document"
+    schema_version: int = 1
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """JSON text with SI keys; fields at their default are left out."""
+        return json.dumps(self.to_dict(), indent=indent, separators=None if indent else (",", ":"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready mapping; fields at their default are left out, ``schema_version`` never is."""
+        return {"schema_version": self.schema_version, **self.model_dump(mode="json", exclude_defaults=True)}
+
+    def content_hash(self) -> str:
+        """SHA-256 of the canonical JSON, the identity of this content."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON, atomically."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(target.name + ".partial")
+        partial.write_text(self.to_json(indent=1) + "\n")
+        partial.replace(target)
+
+    @classmethod
+    def parse(cls, data: Any, *, subject: str | None = None) -> Self:
+        """Validate a mapping; raise :class:`InvalidInput` with every violation."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise InvalidInput(violations_of(error, cls), subject=subject or cls.kind) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a JSON, YAML or TOML file (by its suffix)."""
+        return cls.parse(read_mapping(path), subject=f"{cls.kind} {path}")
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML 1.2 habits on PyYAML: ``1e-3`` is a number; only true/false are booleans."""
+
+
+_YamlLoader.yaml_implicit_resolvers = {
+    key: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    for key, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_YamlLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$"),
+    list("-+0123456789."),
+)
+
+
+def read_mapping(path: str | Path) -> Any:
+    """Read a JSON, YAML or TOML file into plain data; raise :class:`InvalidInput` when it cannot be read."""
+    source = Path(path)
+    try:
+        text = source.read_text()
+    except OSError as error:
+        raise InvalidInput.single("unreadable_file", f"cannot read {source}: {error.strerror}", subject=str(source)) from None
+    except UnicodeDecodeError:
+        raise InvalidInput.single("not_text", f"{source} is not a text file", subject=str(source)) from None
+    try:
+        if source.suffix == ".json":
+            return json.loads(text)
+        if source.suffix == ".toml":
+            return tomllib.loads(text)
+        return yaml.load(text, Loader=_YamlLoader)
+    except (ValueError, yaml.YAMLError) as error:
+        raise InvalidInput.single("unparsable_file", f"{source} does not parse: {error}", subject=str(source)) from None
+
+
+def violations_of(error: ValidationError, model: type[BaseModel]) -> list[Violation]:
+    """Turn pydantic's errors into violations, with the nearest known key for an unknown one."""
+    return [_violation(item, model) for item in error.errors(include_url=False)]
+
+
+def _violation(item: Any, model: type[BaseModel]) -> Violation:
+    loc = tuple(item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = sorted(_known_keys(model, loc[:-1]))
+        key = str(loc[-1])
+        return Violation(
+            code="unknown_key", message=f"unknown key '{key}'", loc=loc, actual=key, allowed=known, nearest=nearest_name(key, known)
+        )
+    context = item.get("ctx") or {}
+    own = context.get("error")
+    if isinstance(own, InvalidInputValue):
+        return own.violation(loc)
+    actual = item.get("input")
+    if not isinstance(actual, (str, int, float, bool, type(None))):
+        actual = None
+    message = item["msg"].removeprefix("Value error, ")
+    return Violation(code=item["type"], message=message, loc=loc, actual=actual, allowed=context.get("expected"))
+
+
+class InvalidInputValue(ValueError):
+    """A rule broken inside a validator, with its own code, allowed values and nearest valid one."""
+
+    def __init__(self, code: str, message: str, *, actual: Any = None, allowed: Any = None, nearest: Any = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.actual, self.allowed, self.nearest = code, message, actual, allowed, nearest
+
+    def violation(self, loc: tuple[str | int, ...]) -> Violation:
+        """The same as a :class:`Violation` at ``loc``."""
+        return Violation(
+            code=self.code, message=self.message, loc=loc, actual=self.actual, allowed=self.allowed, nearest=self.nearest
+        )
+
+
+def _known_keys(model: type[BaseModel], loc: tuple[str | int, ...]) -> set[str]:
+    """Keys that the model at ``loc`` below ``model`` accepts, human ones included."""
+    current: Any = model
+    for part in loc:
+        if isinstance(part, int) or current is None:
+            continue
+        field = getattr(current, "model_fields", {}).get(part)
+        current = _inner_model(field.annotation) if field is not None else current
+    fields = getattr(current, "model_fields", {})
+    return set(fields) | set(human_index(fields))
+
+
+def _inner_model(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _inner_model(argument)
+        if found is not None:
+            return found
+    return None

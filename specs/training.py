@@ -1,0 +1,137 @@
+"""TrainingSpec: the job. The global batch is required and never changed by the planner."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from specs.base import Document, InvalidInputValue, Spec
+from specs.graph import DTYPE_BYTES
+
+
+class Objective(StrEnum):
+    """What the planner minimises."""
+
+    STEP_TIME = "step_time"
+    COST = "cost"
+    ENERGY = "energy"
+    FEWEST_DEVICES = "fewest_devices"
+    TIME_TO_TARGET = "time_to_target"
+
+
+class Precision(Spec):
+    """Dtypes of a training step. ``master_dtype`` is ``None`` when the optimizer updates the weights themselves."""
+
+    param_dtype: str = "bfloat16"
+    compute_dtype: str = "bfloat16"
+    grad_dtype: str = Field(default="bfloat16", description="of the gradient buffer")
+    reduce_dtype: str = "bfloat16"
+    master_dtype: str | None = "float32"
+
+    @model_validator(mode="after")
+    def _known(self) -> Precision:
+        for name, value in self:
+            if value is not None and value not in DTYPE_BYTES:
+                raise InvalidInputValue("unknown_dtype", f"{name} '{value}'", actual=value, allowed=sorted(DTYPE_BYTES))
+        return self
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(
+        param_dtype="float32", compute_dtype="float32", grad_dtype="float32", reduce_dtype="float32", master_dtype=None
+    ),
+    "bf16_mixed": Precision(),  # 2 + 2 + 4 + 8 = 16 bytes per parameter with Adam
+    "bf16_mixed_fp32_grad": Precision(grad_dtype="float32", reduce_dtype="float32"),  # 18 bytes per parameter
+    "fp16_mixed": Precision(param_dtype="float16", compute_dtype="float16", grad_dtype="float16", reduce_dtype="float16"),
+    "bf16_pure": Precision(master_dtype=None),
+}
+
+
+class Optimizer(Spec):
+    """The optimizer. ``states_per_param`` tensors of ``state_dtype`` per parameter (Adam 2, momentum SGD 1)."""
+
+    name: str = "adamw"
+    state_dtype: str = "float32"
+    fused: bool = True
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+
+    @model_validator(mode="after")
+    def _known(self) -> Optimizer:
+        if self.name not in OPTIMIZER_STATES:
+            raise InvalidInputValue(
+                "unknown_optimizer", f"optimizer '{self.name}'", actual=self.name, allowed=sorted(OPTIMIZER_STATES)
+            )
+        return self
+
+    @property
+    def states_per_param(self) -> int:
+        """State tensors per parameter."""
+        return OPTIMIZER_STATES[self.name]
+
+
+OPTIMIZER_STATES: dict[str, int] = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
+
+
+class LengthBin(Spec):
+    """``weight`` of sequences of ``length`` tokens in a histogram of lengths."""
+
+    length: int = Field(ge=1)
+    weight: float = Field(gt=0)
+
+
+class Limits(Spec):
+    """Limits of the job; ``None`` = none."""
+
+    memory_margin_fraction: float = Field(default=0.06, ge=0, lt=1, description="of device memory kept free for the allocator")
+    max_devices: int | None = Field(default=None, ge=1)
+    max_step_time_s: float | None = Field(default=None, gt=0)
+    allow_algorithm_change: bool = Field(default=False, description="bounded staleness, local SGD and the like")
+
+
+class TrainingSpec(Document):
+    """The workload. ``precision`` takes a preset name or a full :class:`Precision`."""
+
+    kind: ClassVar[str] = "workload"
+    name: str = ""
+    global_batch: int = Field(ge=1, description="sequences per optimizer step, all devices together; never changed")
+    seq_len: int | None = Field(default=None, ge=1)
+    seq_len_histogram: tuple[LengthBin, ...] = ()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    loss_kernel: str = Field(default="full", description="full (logits materialised) | fused (chunked with the head)")
+    attention_kernel: str = Field(default="flash", description="flash | math (materialises the s x s scores)")
+    objective: Objective = Objective.STEP_TIME
+    limits: Limits = Limits()
+    micro_batches: tuple[int, ...] = Field(default=(), description="allowed micro-batch sizes; empty = any divisor")
+    data_source: str = Field(default="synthetic", description="synthetic | path of a token file")
+    seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _precision_preset(cls, data: object) -> object:
+        if isinstance(data, dict) and isinstance(data.get("precision"), str):
+            name = data["precision"]
+            if name not in PRECISIONS:
+                raise InvalidInputValue("unknown_precision", f"precision '{name}'", actual=name, allowed=sorted(PRECISIONS))
+            return {**data, "precision": PRECISIONS[name]}
+        return data
+
+    @model_validator(mode="after")
+    def _lengths(self) -> TrainingSpec:
+        if (self.seq_len is None) == (not self.seq_len_histogram):
+            raise InvalidInputValue("sequence_length", "give exactly one of 'seq_len' and 'seq_len_histogram'")
+        if self.loss_kernel not in ("full", "fused"):
+            raise InvalidInputValue("unknown_loss_kernel", f"loss_kernel '{self.loss_kernel}'", allowed=["full", "fused"])
+        if self.attention_kernel not in ("flash", "math"):
+            raise InvalidInputValue(
+                "unknown_attention_kernel", f"attention_kernel '{self.attention_kernel}'", allowed=["flash", "math"]
+            )
+        return self
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence, which sets the memory."""
+        return self.seq_len if self.seq_len is not None else max(item.length for item in self.seq_len_histogram)

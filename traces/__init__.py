@@ -1,0 +1,1 @@
+"""traces of Meshwright (see docs/architecture.md)."""
