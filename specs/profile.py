@@ -79,11 +79,12 @@ class OverlapRecord(Spec):
 
 class ContextFactor(Spec):
     """Whole-block time over the sum of its ops' isolated times, measured on an unsharded block (caches, allocator,
-    autograd bookkeeping). Applied to ops of that device priced from isolated measurements."""
+    autograd bookkeeping). Applied to ops of that block priced from isolated measurements; ``block`` '' = any other block."""
 
+    block: str = ""
     forward: float
     backward: float
-    num_blocks: int
+    samples: int = 1
     provenance: str = "measured"
 
 
@@ -96,7 +97,7 @@ class DeviceProfile(Spec):
     copies: tuple[CopyRecord, ...] = ()
     optimizers: tuple[OptimizerRecord, ...] = ()
     overlap: tuple[OverlapRecord, ...] = ()
-    context_factor: ContextFactor | None = None
+    context_factors: tuple[ContextFactor, ...] = ()
     launch_s: float | None = Field(default=None, description="host time to launch one op")
     baseline_bytes: float | None = Field(default=None, description="memory of a worker before the model is built")
     probe_s: Timing | None = Field(default=None, description="the fixed probe, run again beside every execution to see drift")
