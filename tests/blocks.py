@@ -39,7 +39,8 @@ class BlockBuilder:
         self.ops.append(
             Op(
                 name=f"op{len(self.ops)}", target=target, args=all_args, kwargs=kwargs, outputs=(out,),
-                forward_flop=cost.forward_flop, backward_flop=cost.backward_flop, forward_bytes=cost.forward_bytes, backward_bytes=cost.backward_bytes,
+                forward_flop=cost.forward_flop, backward_flop=cost.backward_flop,
+                forward_bytes=cost.forward_bytes, backward_bytes=cost.backward_bytes,
             )
         )  # fmt: skip
         return name
