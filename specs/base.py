@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import tomllib
+from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -29,6 +31,13 @@ class Provenance(StrEnum):
     ASSUMED = "assumed"
 
 
+class _TwoUnits:
+    """Stands for a value that was given in two units, so that its field fails and all other fields are still checked."""
+
+    def __init__(self, name: str, given: list[str]) -> None:
+        self.name, self.given = name, given
+
+
 class Spec(BaseModel):
     """A frozen, strict value. Unknown keys are errors that name the nearest known key; human units convert at load."""
 
@@ -43,14 +52,11 @@ class Spec(BaseModel):
         converted: dict[str, Any] = {}
         for key, value in data.items():
             if key in cls.model_fields or key not in index:
-                if key in converted:
-                    raise ValueError(f"'{key}' is given twice, in two units")
                 converted[key] = value
                 continue
             name, factor = index[key]
-            if name in data or name in converted:
-                raise ValueError(f"'{key}' and another unit of '{name}' are both given; keep one")
-            converted[name] = scale(value, factor)
+            given = [other for other in data if other == name or index.get(other, ("",))[0] == name]
+            converted[name] = scale(value, factor) if len(given) == 1 else _TwoUnits(name, given)
         return converted
 
     def replace(self, **changes: Any) -> Self:
@@ -87,7 +93,9 @@ class Document(Spec):
 
     @classmethod
     def parse(cls, data: Any, *, subject: str | None = None) -> Self:
-        """Validate a mapping; raise :class:`InvalidInput` with every violation."""
+        """Validate a mapping; raise :class:`InvalidInput` with every violation. A ``$schema`` key (for editors) is let be."""
+        if isinstance(data, dict) and "$schema" in data:
+            data = {key: value for key, value in data.items() if key != "$schema"}
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -100,14 +108,28 @@ class Document(Spec):
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.2 habits on PyYAML: ``1e-3`` is a number; only true/false are booleans."""
+    """YAML 1.2 habits on PyYAML: ``1e-3`` is a number, only true/false are booleans, no octal ``010``, no base-60 ``1:30``,
+    no dates; a key that stands twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of ``node``; raises on a repeated key, which PyYAML would take silently."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is not None and key != "<<" and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
 
 
+_REPLACED_TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("bool", "float", "int", "timestamp"))
 _YamlLoader.yaml_implicit_resolvers = {
-    key: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
-    for key, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    key: [pair for pair in pairs if pair[0] not in _REPLACED_TAGS] for key, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _YamlLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+)$"), list("-+0123456789")
+)
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:\d[\d_]*\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$"),
@@ -115,18 +137,26 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    counts = Counter(key for key, _ in pairs)
+    twice = [key for key, count in counts.items() if count > 1]
+    if twice:
+        raise ValueError(f"key '{twice[0]}' stands twice")
+    return dict(pairs)
+
+
 def read_mapping(path: str | Path) -> Any:
     """Read a JSON, YAML or TOML file into plain data; raise :class:`InvalidInput` when it cannot be read."""
     source = Path(path)
     try:
-        text = source.read_text()
+        text = source.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidInput.single("unreadable_file", f"cannot read {source}: {error.strerror}", subject=str(source)) from None
     except UnicodeDecodeError:
         raise InvalidInput.single("not_text", f"{source} is not a text file", subject=str(source)) from None
     try:
         if source.suffix == ".json":
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_unique_keys)
         if source.suffix == ".toml":
             return tomllib.loads(text)
         return yaml.load(text, Loader=_YamlLoader)
@@ -135,12 +165,28 @@ def read_mapping(path: str | Path) -> Any:
 
 
 def violations_of(error: ValidationError, model: type[BaseModel]) -> list[Violation]:
-    """Turn pydantic's errors into violations, with the nearest known key for an unknown one."""
-    return [_violation(item, model) for item in error.errors(include_url=False)]
+    """Turn pydantic's errors into violations, with the nearest known key for an unknown one.
+
+    When an item of a tuple fails, pydantic also calls the tuple too short; that follow-up is left out.
+    """
+    items = error.errors(include_url=False)
+    locs = [tuple(item["loc"]) for item in items]
+    return [
+        violation
+        for item, loc in zip(items, locs, strict=True)
+        if not (item["type"] == "too_short" and any(len(other) > len(loc) and other[: len(loc)] == loc for other in locs))
+        for violation in _violations(item, loc, model)
+    ]
 
 
-def _violation(item: Any, model: type[BaseModel]) -> Violation:
-    loc = tuple(item["loc"])
+def _violations(item: Any, loc: tuple[str | int, ...], model: type[BaseModel]) -> list[Violation]:
+    own = (item.get("ctx") or {}).get("error")
+    if isinstance(own, InvalidInputValues):
+        return [value.violation(loc) for value in own.values]
+    return [_violation(item, loc, model)]
+
+
+def _violation(item: Any, loc: tuple[str | int, ...], model: type[BaseModel]) -> Violation:
     if item["type"] == "extra_forbidden":
         known = sorted(_known_keys(model, loc[:-1]))
         key = str(loc[-1])
@@ -152,6 +198,9 @@ def _violation(item: Any, model: type[BaseModel]) -> Violation:
     if isinstance(own, InvalidInputValue):
         return own.violation(loc)
     actual = item.get("input")
+    if isinstance(actual, _TwoUnits):
+        message = f"'{actual.name}' is given in two units ({', '.join(actual.given)}); keep one"
+        return Violation(code="two_units", message=message, loc=loc, actual=actual.given)
     if not isinstance(actual, (str, int, float, bool, type(None))):
         actual = None
     message = item["msg"].removeprefix("Value error, ")
@@ -159,17 +208,49 @@ def _violation(item: Any, model: type[BaseModel]) -> Violation:
 
 
 class InvalidInputValue(ValueError):
-    """A rule broken inside a validator, with its own code, allowed values and nearest valid one."""
+    """A rule broken inside a validator, with its own code, allowed values and nearest valid one.
 
-    def __init__(self, code: str, message: str, *, actual: Any = None, allowed: Any = None, nearest: Any = None) -> None:
+    ``loc`` is the key path below the object that is validated.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        actual: Any = None,
+        allowed: Any = None,
+        nearest: Any = None,
+        loc: tuple[str | int, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.code, self.message, self.actual, self.allowed, self.nearest = code, message, actual, allowed, nearest
+        self.loc = loc
 
     def violation(self, loc: tuple[str | int, ...]) -> Violation:
-        """The same as a :class:`Violation` at ``loc``."""
+        """The same as a :class:`Violation`; ``loc`` leads to the validated object."""
         return Violation(
-            code=self.code, message=self.message, loc=loc, actual=self.actual, allowed=self.allowed, nearest=self.nearest
+            code=self.code,
+            message=self.message,
+            loc=(*loc, *self.loc),
+            actual=self.actual,
+            allowed=self.allowed,
+            nearest=self.nearest,
         )
+
+
+class InvalidInputValues(ValueError):
+    """Several broken rules of one validator, all reported."""
+
+    def __init__(self, values: Sequence[InvalidInputValue]) -> None:
+        super().__init__("; ".join(value.message for value in values))
+        self.values = tuple(values)
+
+    @classmethod
+    def raise_any(cls, values: Sequence[InvalidInputValue]) -> None:
+        """Raise when there are any."""
+        if values:
+            raise cls(values)
 
 
 def _known_keys(model: type[BaseModel], loc: tuple[str | int, ...]) -> set[str]:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from specs.base import Document, InvalidInputValue, Provenance, Spec
+from specs.base import Document, InvalidInputValue, InvalidInputValues, Provenance, Spec
 
 
 class DeviceType(Spec):
@@ -20,7 +20,9 @@ class DeviceType(Spec):
     peak_flop_per_s: dict[str, float] = Field(
         default={}, description="dense peak by dtype: float32, tf32, bfloat16, float16, float8"
     )
-    matmul_flop_per_s: dict[str, float] = Field(default={}, description="best matmul rate ever measured, by dtype")
+    matmul_flop_per_s: dict[str, float] = Field(
+        default={}, description="measured matmul rate by dtype; best shape or sustained, as its provenance says"
+    )
     memory_bytes: float = Field(gt=0)
     memory_bandwidth_bytes_per_s: float = Field(gt=0)
     l2_bytes: float | None = None
@@ -49,7 +51,11 @@ class CollectiveCurve(Spec):
 
 
 class Link(Spec):
-    """A link tier. Bandwidth is one direction, per device (``intra``) or per node (``inter``)."""
+    """A link tier. Bandwidth is one direction, per device (``intra``) or per node (``inter``).
+
+    ``latency_s`` is the start-up time α of one small collective over the whole tier (``intra``: all devices of a node,
+    ``inter``: two nodes), as a benchmark of the smallest size reads it; it is no per-hop figure.
+    """
 
     kind: str = ""
     bandwidth_bytes_per_s: float = Field(gt=0)
@@ -69,6 +75,9 @@ class Host(Spec):
     nvme_bytes: float | None = None
     nvme_read_bytes_per_s: float | None = None
     nvme_write_bytes_per_s: float | None = None
+    shared_copy_bytes_per_s: float | None = Field(
+        default=None, description="host link of one device, one direction, while all devices of the node copy"
+    )
     provenance: dict[str, str] = {}
 
 
@@ -117,16 +126,19 @@ class ClusterSpec(Document):
 
     @model_validator(mode="after")
     def _described(self) -> ClusterSpec:
+        broken = []
         for index, group in enumerate(self.nodes):
             if group.preset is None and (group.device is None or group.devices_per_node is None):
-                raise InvalidInputValue(
-                    "incomplete_node_group", f"node group {index} needs 'preset', or 'device' and 'devices_per_node'"
-                )
-            for factor in group.slowdown.values():
-                if factor < 1:
-                    raise InvalidInputValue(
-                        "slowdown_below_one", f"slowdown {factor} of node group {index} is below 1", actual=factor
+                message = f"node group {index} needs 'preset', or 'device' and 'devices_per_node'"
+                broken.append(InvalidInputValue("incomplete_node_group", message, loc=("nodes", index)))
+            for device, factor in group.slowdown.items():
+                if not factor >= 1:
+                    message = f"slowdown {factor} of node group {index} is below 1"
+                    loc = ("nodes", index, "slowdown", device)
+                    broken.append(
+                        InvalidInputValue("slowdown_below_one", message, actual=factor, allowed=">= 1", nearest=1.0, loc=loc)
                     )
+        InvalidInputValues.raise_any(broken)
         return self
 
     @property

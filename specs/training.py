@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from specs.base import Document, InvalidInputValue, Spec
+from specs.base import Document, InvalidInputValue, InvalidInputValues, Spec
+from specs.errors import nearest_name
 from specs.graph import DTYPE_BYTES
 
 
@@ -21,6 +23,14 @@ class Objective(StrEnum):
     TIME_TO_TARGET = "time_to_target"
 
 
+def _unknown(what: str, value: str, known: Iterable[str], loc: tuple[str | int, ...] = ()) -> InvalidInputValue:
+    names = sorted(known)
+    nearest = nearest_name(value, names)
+    return InvalidInputValue(
+        f"unknown_{what}", f"{what} '{value}' is not known", actual=value, allowed=names, nearest=nearest, loc=loc
+    )
+
+
 class Precision(Spec):
     """Dtypes of a training step. ``master_dtype`` is ``None`` when the optimizer updates the weights themselves."""
 
@@ -32,9 +42,8 @@ class Precision(Spec):
 
     @model_validator(mode="after")
     def _known(self) -> Precision:
-        for name, value in self:
-            if value is not None and value not in DTYPE_BYTES:
-                raise InvalidInputValue("unknown_dtype", f"{name} '{value}'", actual=value, allowed=sorted(DTYPE_BYTES))
+        unknown = {name: value for name, value in self if value is not None and value not in DTYPE_BYTES}
+        InvalidInputValues.raise_any([_unknown("dtype", value, DTYPE_BYTES, (name,)) for name, value in unknown.items()])
         return self
 
 
@@ -61,9 +70,7 @@ class Optimizer(Spec):
     @model_validator(mode="after")
     def _known(self) -> Optimizer:
         if self.name not in OPTIMIZER_STATES:
-            raise InvalidInputValue(
-                "unknown_optimizer", f"optimizer '{self.name}'", actual=self.name, allowed=sorted(OPTIMIZER_STATES)
-            )
+            raise _unknown("optimizer", self.name, OPTIMIZER_STATES, ("name",))
         return self
 
     @property
@@ -91,6 +98,19 @@ class Limits(Spec):
     allow_algorithm_change: bool = Field(default=False, description="bounded staleness, local SGD and the like")
 
 
+LOSS_KERNELS = ("full", "fused")
+ATTENTION_KERNELS = ("flash", "math")
+PrecisionInput = Literal["fp32", "bf16_mixed", "bf16_mixed_fp32_grad", "fp16_mixed", "bf16_pure"] | Precision
+
+
+def _precision_preset(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value not in PRECISIONS:
+        raise _unknown("precision", value, PRECISIONS)
+    return PRECISIONS[value]
+
+
 class TrainingSpec(Document):
     """The workload. ``precision`` takes a preset name or a full :class:`Precision`."""
 
@@ -99,7 +119,7 @@ class TrainingSpec(Document):
     global_batch: int = Field(ge=1, description="sequences per optimizer step, all devices together; never changed")
     seq_len: int | None = Field(default=None, ge=1)
     seq_len_histogram: tuple[LengthBin, ...] = ()
-    precision: Precision = Precision()
+    precision: Annotated[Precision, BeforeValidator(_precision_preset, json_schema_input_type=PrecisionInput)] = Precision()
     optimizer: Optimizer = Optimizer()
     loss_kernel: str = Field(default="full", description="full (logits materialised) | fused (chunked with the head)")
     attention_kernel: str = Field(default="flash", description="flash | math (materialises the s x s scores)")
@@ -109,26 +129,16 @@ class TrainingSpec(Document):
     data_source: str = Field(default="synthetic", description="synthetic | path of a token file")
     seed: int = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _precision_preset(cls, data: object) -> object:
-        if isinstance(data, dict) and isinstance(data.get("precision"), str):
-            name = data["precision"]
-            if name not in PRECISIONS:
-                raise InvalidInputValue("unknown_precision", f"precision '{name}'", actual=name, allowed=sorted(PRECISIONS))
-            return {**data, "precision": PRECISIONS[name]}
-        return data
-
     @model_validator(mode="after")
-    def _lengths(self) -> TrainingSpec:
+    def _consistent(self) -> TrainingSpec:
+        broken = []
         if (self.seq_len is None) == (not self.seq_len_histogram):
-            raise InvalidInputValue("sequence_length", "give exactly one of 'seq_len' and 'seq_len_histogram'")
-        if self.loss_kernel not in ("full", "fused"):
-            raise InvalidInputValue("unknown_loss_kernel", f"loss_kernel '{self.loss_kernel}'", allowed=["full", "fused"])
-        if self.attention_kernel not in ("flash", "math"):
-            raise InvalidInputValue(
-                "unknown_attention_kernel", f"attention_kernel '{self.attention_kernel}'", allowed=["flash", "math"]
-            )
+            broken.append(InvalidInputValue("sequence_length", "give exactly one of 'seq_len' and 'seq_len_histogram'"))
+        if self.loss_kernel not in LOSS_KERNELS:
+            broken.append(_unknown("loss_kernel", self.loss_kernel, LOSS_KERNELS, ("loss_kernel",)))
+        if self.attention_kernel not in ATTENTION_KERNELS:
+            broken.append(_unknown("attention_kernel", self.attention_kernel, ATTENTION_KERNELS, ("attention_kernel",)))
+        InvalidInputValues.raise_any(broken)
         return self
 
     @property

@@ -8,6 +8,7 @@ A file may give the same quantity under a human key with the same stem (``memory
 from __future__ import annotations
 
 from collections.abc import Iterable
+from decimal import Decimal
 
 KIB, MIB, GIB, TIB = 1024.0, 1024.0**2, 1024.0**3, 1024.0**4
 KB, MB, GB, TB = 1e3, 1e6, 1e9, 1e12
@@ -23,8 +24,13 @@ HUMAN_SUFFIXES: dict[str, dict[str, float]] = {
 
 
 def human_names(si_name: str) -> dict[str, float]:
-    """Human key names (and their factor) that may stand for the SI field ``si_name``."""
+    """Human key names (and their factor) that may stand for the SI field ``si_name``.
+
+    A rate such as ``tokens_per_s`` is no duration: only the rates of the table have human names.
+    """
     for suffix in sorted(HUMAN_SUFFIXES, key=len, reverse=True):
+        if suffix == "s" and si_name.endswith("_per_s"):
+            continue
         if si_name == suffix or si_name.endswith("_" + suffix):
             stem = si_name[: len(si_name) - len(suffix)]
             return {stem + human: factor for human, factor in HUMAN_SUFFIXES[suffix].items()}
@@ -37,11 +43,14 @@ def human_index(si_names: Iterable[str]) -> dict[str, tuple[str, float]]:
 
 
 def scale(value: object, factor: float) -> object:
-    """Multiply a number, or every number of a list or mapping, by ``factor``; other values pass (pydantic judges them)."""
+    """Multiply a number, or every number of a list or mapping, by ``factor``; other values pass (pydantic judges them).
+
+    The product is the decimal one, rounded once: ``10 us`` and ``1e-5 s`` are the same number and hash alike.
+    """
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):
-        return value * factor
+        return float(Decimal(repr(value)) * Decimal(repr(factor)))
     if isinstance(value, dict):
         return {key: scale(item, factor) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
