@@ -169,7 +169,11 @@ def violations_of(error: ValidationError, model: type[BaseModel]) -> list[Violat
 
     When an item of a tuple fails, pydantic also calls the tuple too short; that follow-up is left out.
     """
-    items = error.errors(include_url=False)
+    return violations_of_items(error.errors(include_url=False), model)
+
+
+def violations_of_items(items: Sequence[Any], model: type[BaseModel]) -> list[Violation]:
+    """:func:`violations_of` for error items that left their ``ValidationError`` (a web framework's request errors)."""
     locs = [tuple(item["loc"]) for item in items]
     return [
         violation
