@@ -170,16 +170,17 @@ class ModelGraph(Document):
         return sum(segment.count for segment in self.segments)
 
     def num_params(self, *, trainable_only: bool = False) -> int:
-        """Parameters of the whole model; tied ones count once, buffers never."""
-        aliases = {alias for alias, _ in self.tied}
+        """Parameters of the whole model; tied ones and those that several blocks read count once, buffers never."""
+        counted = {alias for alias, _ in self.tied}
         total = 0
         for segment in self.segments:
             for param in self.block(segment.block).params:
                 if param.buffer or (trainable_only and not param.trainable):
                     continue
                 for index in range(segment.count) if "{i}" in param.fqn else range(1):
-                    if param.fqn.replace("{i}", str(segment.first_index + index)) not in aliases:
-                        total += param.num_elements
+                    fqn = param.fqn.replace("{i}", str(segment.first_index + index))
+                    total += 0 if fqn in counted else param.num_elements
+                    counted.add(fqn)
         return total
 
     def flop(self, *, batch: int, seq: int, backward: bool = True) -> float:
