@@ -27,7 +27,7 @@ _SUFFIXES = (".json", ".yaml", ".yml", ".toml")
 _VENDOR_WORDS = re.compile(r"\b(?:nvidia|tesla|geforce|amd|instinct|intel|google|aws|azure|gcp)\b")
 
 Paths = str | Path | Sequence[str | Path] | None
-Entry = TypeVar("Entry", CatalogueDevice, CatalogueNode, CollectiveSet)
+Entry = TypeVar("Entry", bound=CatalogueDevice | CatalogueNode | CollectiveSet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,9 @@ def _find(what: str, name: str, layers: Sequence[Sequence[Entry]]) -> Entry:
                 names = sorted(item.name for item in found)
                 message = f"{what} '{name}' is ambiguous: {len(names)} are called so; name one of them"
                 raise InvalidInputValue(f"ambiguous_{what}", message, actual=name, allowed=names)
-    names = sorted({item.name for items in layers for item in items})
-    spellings = {normal_name(text): entry.name for items in layers for entry in items for text in (entry.name, *_aliases(entry))}
+    everything = [item for items in layers for item in items]
+    names = sorted({item.name for item in everything})
+    spellings = {normal_name(text): item.name for item in everything for text in (item.name, *_aliases(item))}
     near = nearest_name(wanted, spellings)
     message = f"{what} '{name}' is not in the catalogue"
     raise InvalidInputValue(f"unknown_{what}", message, actual=name, allowed=names, nearest=spellings[near] if near else None)

@@ -17,6 +17,7 @@ from specs.units import GB
 # Kinds of nvidia-smi's legend, best first: NVLink, one PCIe bridge, several bridges, host bridge, NUMA node, across sockets.
 PCIE_KINDS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _LINK_KIND = re.compile(r"^(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS|PSB|SOC)$")
+_MPI_TAG = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # One NVLink lane, one direction (datasheets): 2 to 4 have 25 GB/s, NVLink 5 has 50, NVLink 1 has 20.
 _LANE_BYTES_PER_S = {"Pascal": 20 * GB, "Blackwell": 50 * GB, "Blackwell Ultra": 50 * GB}
@@ -174,7 +175,7 @@ def parse_nccl_tests(text: str, *, op: str | None = None, group_size: int | None
 
     A row whose bandwidth contradicts its size and time (by more than 3%) is a violation, and so are wrong results.
     """
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    lines = [(number, _MPI_TAG.sub("", line).strip()) for number, line in enumerate(text.splitlines(), 1)]
     op = op or _op_of(text)
     group_size = group_size or sum(bool(re.match(r"^#\s+Rank\s+\d+", line)) for _, line in lines) or None
     heads = next((line.lstrip("# ").split() for _, line in lines if re.match(r"^#\s*size\s+count", line)), None)
@@ -197,7 +198,7 @@ def parse_nccl_tests(text: str, *, op: str | None = None, group_size: int | None
             message = f"{len(cells)} columns, the head has {len(heads)}"
             found.append(Violation(code="bad_table_row", message=message, loc=("line", number)))
             continue
-        row = _row(number, cells, column, found)
+        row = _row(number, cells, heads, column, found)
         if row is not None and row.size_bytes > 0:
             points.append(row)
     if not points and not found:
@@ -207,7 +208,7 @@ def parse_nccl_tests(text: str, *, op: str | None = None, group_size: int | None
     return CollectiveCurve(op=op, group_size=group_size, points=tuple(sorted(points, key=lambda point: point.size_bytes)))
 
 
-def _row(number: int, cells: Sequence[str], column: int, found: list[Violation]) -> CurvePoint | None:
+def _row(number: int, cells: Sequence[str], heads: Sequence[str], column: int, found: list[Violation]) -> CurvePoint | None:
     try:
         size, time_us, bandwidth = float(cells[0]), float(cells[column]), float(cells[column + 1])
     except (ValueError, IndexError):
@@ -215,13 +216,13 @@ def _row(number: int, cells: Sequence[str], column: int, found: list[Violation])
             Violation(code="bad_table_row", message=f"'{' '.join(cells)}' has no number for the time", loc=("line", number))
         )
         return None
-    wrong = cells[column + 3] if column + 3 < len(cells) else "N/A"
+    wrong = cells[column + 3] if heads[column + 3 : column + 4] == ["#wrong"] else "N/A"
     if wrong not in ("N/A", "0", "0e+00"):
         found.append(Violation(code="wrong_results", message=f"{wrong} wrong results in this row", loc=("line", number)))
-    if bandwidth >= 1 and abs(size / (time_us * 1e-6) / GB / bandwidth - 1) > 0.03:
+    if time_us > 0 and bandwidth >= 1 and abs(size / time_us / 1e3 / bandwidth - 1) > 0.03:
         message = f"{size:.0f} bytes in {time_us} us is {size / time_us / 1e3:.2f} GB/s, the table says {bandwidth}"
         found.append(Violation(code="contradicting_row", message=message, loc=("line", number), actual=bandwidth))
-    return CurvePoint(size_bytes=size, time_s=time_us * 1e-6) if time_us > 0 else None
+    return CurvePoint(size_bytes=size, time_s=time_us / 1e6) if time_us > 0 else None
 
 
 def _op_of(text: str) -> str | None:
