@@ -1,0 +1,228 @@
+"""The one door from the service and the command line to capture, profiling, planning, execution and comparison.
+
+Heavy imports (torch, OR-tools) happen inside the methods: the service and ``--help`` start without them, and the service
+itself never loads torch, because it calls the methods marked *isolated* in a child process (``api.isolate``). An engine has
+no state, so it pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from api.schemas import PlanOptions
+from specs.answer import BrokenLimit, PlanAnswer, SearchRecord
+from specs.cluster import ClusterSpec
+from specs.errors import InvalidInput, Violation
+from specs.graph import ModelGraph
+from specs.measurement import Comparison, Measurement
+from specs.plan import Plan
+from specs.prediction import MemoryPrediction, Prediction
+from specs.profile import Profile
+from specs.progress import ProgressSink, ignore
+from specs.training import TrainingSpec
+from specs.units import format_bytes
+
+
+def is_graph(document: Mapping[str, Any]) -> bool:
+    """Whether a posted model is an op graph; else it is a Hugging Face config."""
+    return "blocks" in document or "segments" in document or "ops" in document
+
+
+class Engine:
+    """What Meshwright can do, in terms of documents."""
+
+    # models ----------------------------------------------------------------------------------------------------------
+
+    def check_model(self, document: Mapping[str, Any]) -> None:
+        """Raise :class:`InvalidInput` when the document is neither a sound op graph nor a config that capture knows."""
+        if is_graph(document):
+            ModelGraph.parse(dict(document))
+            return
+        if "model_type" not in document and "architectures" not in document:
+            raise InvalidInput.single(
+                "unknown_model_document", "this is neither a Hugging Face config nor an op graph", subject="model",
+                allowed=["a config.json with 'model_type'", "an op graph with 'blocks' and 'segments'"],
+            )  # fmt: skip
+        from profiler.hf import adapt
+
+        adapt(dict(document))
+
+    def capture(self, document: Mapping[str, Any], name: str, progress: ProgressSink = ignore) -> ModelGraph:
+        """The op graph of a checked model document. Isolated: imports torch for a config."""
+        if is_graph(document):
+            return ModelGraph.parse(dict(document))
+        from profiler.capture import capture_config
+
+        return capture_config(dict(document), name)
+
+    def load_model(self, text: str) -> ModelGraph:
+        """The command line's MODEL: file, preset or ``package.module:factory``. Never called for a request."""
+        from profiler.sources import load_model
+
+        return load_model(text)
+
+    # clusters and profiles -------------------------------------------------------------------------------------------
+
+    def resolve(self, cluster: ClusterSpec) -> ClusterSpec:
+        """Presets and device names filled in from the catalogue; unknown ones raise :class:`InvalidInput`."""
+        from profiler.catalogue import resolve_cluster
+
+        return resolve_cluster(cluster)
+
+    def local_cluster(self, num_devices: int, progress: ProgressSink = ignore) -> ClusterSpec:
+        """This machine as a cluster of ``num_devices`` devices. Isolated: looks at the machine with torch."""
+        from profiler.measure import local_cluster
+
+        return local_cluster(num_devices)
+
+    def profile(
+        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, *,
+        strategies: Sequence[str] = (), quick: bool = True, progress: ProgressSink = ignore,
+    ) -> Profile:  # fmt: skip
+        """Measure what this model does on the devices here. Isolated: starts worker processes."""
+        from profiler.measure import profile_cluster
+
+        plans = [self.plan_of(text, graph, cluster, workload) for text in strategies] or None
+        return profile_cluster(graph, cluster, workload, plans=plans, progress=progress, quick=quick)
+
+    # plans -----------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None,
+        options: PlanOptions, progress: ProgressSink = ignore,
+    ) -> PlanAnswer:  # fmt: skip
+        """The best plan, or the answer for the one forced strategy. Isolated: may compute for minutes."""
+        if options.strategy is not None:
+            return self._forced(graph, cluster, workload, profile, options.strategy)
+        from planner.search import SearchOptions, search
+
+        chosen = SearchOptions(time_limit_s=options.time_limit_s, top=options.top, seed=options.seed)
+        return search(graph, cluster, workload, profile=profile, options=chosen, progress=progress)
+
+    def _forced(
+        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None, strategy: str
+    ) -> PlanAnswer:
+        plan = self.plan_of(strategy, graph, cluster, workload)
+        prediction = self.estimate(graph, cluster, workload, plan, profile)
+        search = SearchRecord(candidates=1, priced=1, confirmed=1)
+        explanation = (f"strategy '{strategy}' was given: nothing else was searched",)
+        if not fits(prediction.memory, workload):
+            limit = memory_limit(prediction.memory, workload)
+            return PlanAnswer(
+                status="infeasible", search=search, rejected={"memory": 1}, limits=(limit,), explanation=explanation,
+                assumptions=prediction.assumptions,
+            )  # fmt: skip
+        return PlanAnswer(
+            status="feasible",
+            plan=plan,
+            prediction=prediction,
+            search=search,
+            assumptions=prediction.assumptions,
+            explanation=explanation,
+        )
+
+    def plan_of(self, strategy: str, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> Plan:
+        """A strategy made explicit and checked; raises :class:`InvalidInput` with every violation."""
+        from planner.strategy import plan_from_strategy
+
+        plan = plan_from_strategy(strategy, graph, cluster, workload)
+        violations = self.violations(plan, graph, cluster, workload)
+        if violations:
+            raise InvalidInput(violations, subject=f"strategy '{strategy}'")
+        return plan
+
+    def violations(self, plan: Plan, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> list[Violation]:
+        """Every rule that the plan breaks."""
+        from planner.validate import validate
+
+        return validate(plan, graph, cluster, workload)
+
+    def estimate(
+        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
+    ) -> Prediction:
+        """Step time and memory of a valid plan."""
+        from simulator.predict import predict
+
+        return predict(graph, cluster, workload, plan, profile)
+
+    def trace(
+        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
+    ) -> dict[str, Any]:
+        """Chrome/Perfetto trace of one predicted step."""
+        from simulator.predict import simulate
+        from simulator.trace import chrome_trace
+
+        return chrome_trace(simulate(graph, cluster, workload, plan, profile))
+
+    # executions ------------------------------------------------------------------------------------------------------
+
+    def execute(
+        self,
+        plan: Plan,
+        graph: ModelGraph,
+        workload: TrainingSpec,
+        *,
+        steps: int,
+        warmup_steps: int,
+        profile: Profile | None = None,
+        output_dir: Path | None = None,
+        run_time_limit_s: float = 1800.0,
+        progress: ProgressSink = ignore,
+    ) -> Measurement:
+        """Run the plan on this machine. Isolated: starts one worker process per device."""
+        from executor.run import run_plan
+
+        return run_plan(
+            plan, graph, workload, steps=steps, warmup_steps=warmup_steps, profile=profile, output_dir=output_dir,
+            progress=progress, timeout_s=run_time_limit_s,
+        )  # fmt: skip
+
+    def reference_losses(
+        self, graph: ModelGraph, workload: TrainingSpec, steps: int, progress: ProgressSink = ignore
+    ) -> list[float]:
+        """Losses of the unsharded model in one process on the same data. Isolated: imports torch."""
+        from executor.reference import reference_losses
+
+        return reference_losses(graph, workload, steps)
+
+    def compare(self, prediction: Prediction, measurement: Measurement) -> Comparison:
+        """Predicted against measured, term by term."""
+        from executor.compare import compare
+
+        return compare(prediction, measurement)
+
+
+def usable_bytes(memory: MemoryPrediction, workload: TrainingSpec) -> float:
+    """Device memory that a plan may fill: the capacity less the workload's margin."""
+    return memory.capacity_bytes * (1 - workload.limits.memory_margin_fraction)
+
+
+def fits(memory: MemoryPrediction, workload: TrainingSpec) -> bool:
+    """Whether the peak stays within the usable memory."""
+    return memory.peak_bytes + memory.baseline_bytes <= usable_bytes(memory, workload)
+
+
+def memory_limit(memory: MemoryPrediction, workload: TrainingSpec) -> BrokenLimit:
+    """The memory limit that a plan breaks, by how much, and what would help."""
+    needed, available = memory.peak_bytes + memory.baseline_bytes, usable_bytes(memory, workload)
+    largest = max(memory.terms, key=lambda term: memory.terms[term], default="activations")
+    help_by_term = {
+        "activations": "recompute=full or a smaller micro_batch",
+        "workspace": "a smaller micro_batch or a larger tp",
+        "optimizer": "zero=1 or more devices",
+        "grads": "zero=2 or more devices",
+        "params": "zero=3, a larger tp or pp",
+        "gathered": "a larger tp or pp",
+    }
+    return BrokenLimit(
+        limit="memory",
+        needed=needed,
+        available=available,
+        unit="bytes",
+        message=f"rank {memory.peak_rank} needs {format_bytes(needed)} of {format_bytes(available)} usable, "
+        f"{format_bytes(needed - available)} too much; the largest term is {largest} "
+        f"({format_bytes(memory.terms.get(largest, 0.0))})",
+        relaxations=(help_by_term.get(largest, "more devices"),),
+    )

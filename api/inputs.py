@@ -1,0 +1,173 @@
+"""Documents of a request: parsed, checked and stored when posted inline, looked up when named by id; all violations at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from api.engine import Engine, is_graph
+from api.settings import LOCAL_CLUSTER_ID
+from api.store import Job, Store, StoredDocument
+from specs.base import Document
+from specs.cluster import ClusterSpec
+from specs.errors import InvalidInput, Violation, nearest_name
+from specs.graph import ModelGraph
+from specs.profile import Profile
+from specs.training import TrainingSpec
+
+KINDS = ("model", "cluster", "workload", "profile")
+_PARSERS: dict[str, type[Document]] = {"cluster": ClusterSpec, "workload": TrainingSpec, "profile": Profile}
+
+
+class _ConfigDocument(Document):
+    """Gives a Hugging Face config the content hash of a document."""
+
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The documents that a job works on. ``graph`` is None until capture."""
+
+    model: StoredDocument
+    graph: ModelGraph | None
+    cluster: ClusterSpec
+    workload: TrainingSpec
+    profile: Profile | None
+
+
+class InputReader:
+    """Turns what clients send into stored documents."""
+
+    def __init__(self, store: Store, engine: Engine) -> None:
+        self._store, self._engine = store, engine
+
+    def store_document(self, kind: str, data: dict[str, Any]) -> tuple[StoredDocument, bool]:
+        """Check and store one posted document; raises :class:`InvalidInput` with every violation."""
+        if kind == "model":
+            return self._store_model(data)
+        document = _PARSERS[kind].parse(data)
+        attributes: dict[str, Any] = {}
+        if isinstance(document, ClusterSpec):
+            attributes = {"num_devices": self._engine.resolve(document).num_devices}
+            if self.is_local(document):
+                attributes["local"] = True
+        if isinstance(document, TrainingSpec):
+            _refuse_paths(document)
+        name = getattr(document, "name", "") or kind
+        return self._store.put_document(
+            kind, name=name, content_hash=document.content_hash(), document=document.to_dict(), attributes=attributes
+        )
+
+    def _store_model(self, data: dict[str, Any]) -> tuple[StoredDocument, bool]:
+        self._engine.check_model(data)
+        if is_graph(data):
+            graph = ModelGraph.parse(data)
+            row, created = self._store.put_document(
+                "model",
+                name=graph.name,
+                content_hash=graph.content_hash(),
+                document=graph.to_dict(),
+                attributes={"source": "graph"},
+            )
+            if created:
+                self.keep_graph(row, graph)
+            return self._store.document("model", row.id) or row, created
+        name = str(data.get("_name_or_path") or data.get("name") or data.get("model_type") or "model")
+        content_hash = _ConfigDocument(config=data).content_hash()
+        return self._store.put_document(
+            "model", name=name, content_hash=content_hash, document=data, attributes={"source": "hf_config"}
+        )
+
+    def keep_graph(self, model: StoredDocument, graph: ModelGraph) -> None:
+        """Keep the graph that was captured from a model document."""
+        facts = {
+            **model.attributes,
+            "num_params": graph.num_params(),
+            "num_units": graph.num_units(),
+            "graph_hash": graph.content_hash(),
+        }
+        self._store.put_graph(model.content_hash, graph.to_dict(), facts)
+
+    def read(self, references: dict[str, Any]) -> dict[str, StoredDocument]:
+        """Look up or store every reference (kind -> id or document); raises with the violations of all of them."""
+        rows: dict[str, StoredDocument] = {}
+        violations: list[Violation] = []
+        for kind, reference in references.items():
+            try:
+                rows[kind] = self.find(kind, reference) if isinstance(reference, str) else self.store_document(kind, reference)[0]
+            except InvalidInput as error:
+                violations += [_below(violation, kind) for violation in error.violations]
+        if violations:
+            raise InvalidInput(violations, subject="request")
+        return rows
+
+    def find(self, kind: str, identifier: str) -> StoredDocument:
+        """The stored document with that id; raises :class:`InvalidInput`, naming the nearest id."""
+        row = self._store.document(kind, identifier)
+        if row is None:
+            known = self._store.document_ids(kind)
+            raise InvalidInput.single(
+                "unknown_id",
+                f"there is no {kind} '{identifier}'",
+                actual=identifier,
+                nearest=nearest_name(identifier, known),
+                subject=kind,
+            )
+        return row
+
+    def is_local(self, cluster: ClusterSpec) -> bool:
+        """Whether this is the cluster that the operator registered as this machine."""
+        local = self._store.document("cluster", LOCAL_CLUSTER_ID)
+        return local is not None and local.content_hash == cluster.content_hash()
+
+    def load(self, rows: dict[str, StoredDocument]) -> Inputs:
+        """Documents from their rows, the cluster resolved."""
+        graph = self._store.graph(rows["model"].content_hash)
+        profile = rows.get("profile")
+        return Inputs(
+            model=rows["model"],
+            graph=None if graph is None else ModelGraph.parse(graph),
+            cluster=self._engine.resolve(ClusterSpec.parse(rows["cluster"].document)),
+            workload=TrainingSpec.parse(rows["workload"].document),
+            profile=None if profile is None else Profile.parse(profile.document),
+        )
+
+    def rows_of(self, job: Job) -> dict[str, StoredDocument]:
+        """The rows that a job's request names."""
+        return {kind: self.find(kind, job.request[kind]) for kind in KINDS if job.request.get(kind)}
+
+    def load_job(self, job: Job) -> Inputs:
+        """The documents that a job's request names."""
+        return self.load(self.rows_of(job))
+
+    def graph_of(self, inputs: Inputs, capture: Callable[[StoredDocument], ModelGraph]) -> ModelGraph:
+        """The graph, captured and kept when nobody has done so yet."""
+        if inputs.graph is not None:
+            return inputs.graph
+        graph = capture(inputs.model)
+        self.keep_graph(inputs.model, graph)
+        return graph
+
+
+def _refuse_paths(workload: TrainingSpec) -> None:
+    """A request never makes the server open a file."""
+    if workload.data_source != "synthetic":
+        raise InvalidInput.single(
+            "data_source_not_allowed", "the service trains on synthetic tokens only; a token file needs 'meshwright run'",
+            loc=("data_source",), actual=workload.data_source, allowed=["synthetic"], nearest="synthetic", subject="workload",
+        )  # fmt: skip
+
+
+def _below(violation: Violation, kind: str) -> Violation:
+    """The violation with its place in the request instead of in its document."""
+    loc = violation.loc if violation.loc[:1] == (kind,) else (kind, *violation.loc)
+    return Violation(
+        code=violation.code,
+        message=violation.message,
+        loc=loc,
+        actual=violation.actual,
+        allowed=violation.allowed,
+        nearest=violation.nearest,
+    )

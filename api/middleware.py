@@ -1,0 +1,109 @@
+"""What happens to every request before a route sees it: id, token, size. Plain ASGI, so that streams pass untouched."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.problems import ApiProblem, response_of
+
+logger = logging.getLogger("meshwright.api")
+_SAFE_ID = re.compile(r"^[A-Za-z0-9._\-]{1,64}$")
+OPEN_PATHS = ("/healthz", "/readyz")
+
+
+class RequestId:
+    """``X-Request-ID`` in (or a new one) and out, and in one log line per request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with ``state.request_id`` set."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _SAFE_ID.match(given) else secrets.token_hex(8)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id.encode())]}
+                wall_ms = (time.perf_counter() - started) * 1e3
+                logger.info("%s %s %d %.1f ms id=%s", scope["method"], scope["path"], message["status"], wall_ms, request_id)
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class BearerToken:
+    """Every request but the health probes carries the operator's token."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self._expected = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse with 401 unless the token is right."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                problem = ApiProblem(
+                    401, "unauthorized", "a valid bearer token is required", headers={"WWW-Authenticate": "Bearer"}
+                )
+                await response_of(problem, Request(scope))(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuse bodies above ``limit_bytes`` with 413, by their declared length or while they arrive."""
+
+    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+        self.app, self.limit_bytes = app, limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Buffer the body up to the limit and hand it on."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "DELETE", "OPTIONS"):
+            await self.app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > self.limit_bytes:
+            await self._refuse(scope, receive, send)
+            return
+        chunks: list[Message] = []
+        size = 0
+        while True:
+            message = await receive()
+            chunks.append(message)
+            size += len(message.get("body", b""))
+            if size > self.limit_bytes:
+                await self._refuse(scope, receive, send)
+                return
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                break
+
+        async def replay() -> Message:
+            return chunks.pop(0) if chunks else await receive()
+
+        await self.app(scope, replay, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = ApiProblem(413, "content-too-large", f"the body is larger than {self.limit_bytes} bytes")
+        await response_of(problem, Request(scope))(scope, receive, send)
+
+
+def wrap(app: Any, *, limit_bytes: int, token: str | None) -> None:
+    """Add the middleware to a FastAPI app; the last one added is the outermost."""
+    app.add_middleware(BodyLimit, limit_bytes=limit_bytes)
+    if token:
+        app.add_middleware(BearerToken, token=token)
+    app.add_middleware(RequestId)

@@ -1,0 +1,38 @@
+"""Examples of request bodies, shown in the OpenAPI document and its pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+CLUSTER = {"name": "two nodes", "nodes": [{"preset": "dgx_h100", "count": 2}]}
+WORKLOAD = {"name": "pretrain", "global_batch": 256, "seq_len": 4096, "precision": "bf16_mixed"}
+PLAN = {"model": MODEL, "cluster": CLUSTER, "workload": WORKLOAD, "options": {"time_limit_s": 30, "top": 5}}
+PLAN_BY_ID = {
+    "model": "model-0123456789abcdef",
+    "cluster": "local",
+    "workload": "workload-0123456789abcdef",
+    "profile": "profile-0123456789abcdef",
+}
+FORCED_PLAN = {**PLAN_BY_ID, "options": {"strategy": "tp=2 micro_batch=4 recompute=full"}}
+ESTIMATE = {"model": MODEL, "cluster": CLUSTER, "workload": WORKLOAD, "strategy": "tp=8 pp=1 dp=2 micro_batch=1 zero=1"}
+PROFILE_JOB = {"model": "model-0123456789abcdef", "cluster": "local", "workload": "workload-0123456789abcdef", "quick": True}
+EXECUTION = {"steps": 10, "warmup_steps": 2}
+
+_BY_KIND: dict[str, dict[str, Any]] = {
+    "model": {"Hugging Face config": MODEL},
+    "cluster": {"two DGX H100": CLUSTER},
+    "workload": {"pretraining": WORKLOAD},
+    "plan": {"documents": PLAN, "stored documents": PLAN_BY_ID, "a given strategy": FORCED_PLAN},
+    "estimate": {"a strategy": ESTIMATE},
+    "profile": {"measure this machine": PROFILE_JOB},
+    "execution": {"ten steps": EXECUTION},
+}
+
+
+def of(kind: str) -> dict[str, Any]:
+    """OpenAPI ``examples`` of a body."""
+    return {name: {"summary": name, "value": value} for name, value in _BY_KIND[kind].items()}

@@ -1,0 +1,140 @@
+"""/v1/plans and /v1/estimates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from api.engine import fits
+from api.jobs import full
+from api.problems import ApiProblem
+from api.report import plan_report
+from api.routes import examples
+from api.routes.documents import PROBLEMS
+from api.routes.jobs import accepted, add_job_routes, add_list_route, answered
+from api.schemas import EstimateRequest, EstimateResource, PlanRequest, PlanResource
+from api.service import IdempotencyKey, Service, ServiceDep, job_resource
+from api.store import Job
+from specs.answer import PlanAnswer
+from specs.errors import InvalidInput, Violation
+from specs.plan import Plan
+
+plans = APIRouter(prefix="/v1/plans", tags=["plans"], responses=PROBLEMS)
+PlanBody = Annotated[PlanRequest, Body(openapi_examples=examples.of("plan"))]
+EstimateBody = Annotated[EstimateRequest, Body(openapi_examples=examples.of("estimate"))]
+estimates = APIRouter(prefix="/v1/estimates", tags=["estimates"], responses=PROBLEMS)
+
+
+def plan_resource(job: Job) -> dict[str, Any]:
+    """A planning job as clients see it."""
+    resource = job_resource(job)
+    own = resource["links"]["self"]
+    resource["links"] |= {"trace": f"{own}/trace", "report": f"{own}/report", "executions": f"{own}/executions"}
+    return {**resource, "answer": (job.result or {}).get("answer")}
+
+
+def references(request: PlanRequest | EstimateRequest) -> dict[str, Any]:
+    """The documents that a request names, by kind."""
+    named = {"model": request.model, "cluster": request.cluster, "workload": request.workload}
+    return named if request.profile is None else {**named, "profile": request.profile}
+
+
+@plans.post(
+    "",
+    operation_id="create_plan",
+    summary="Plan: how should this model be parallelised here?",
+    status_code=202,
+    response_model=PlanResource,
+    description="Starts a durable planning job. It survives a crash of the service; follow it at /events. "
+    "An infeasible job ends with status 'infeasible' and an answer that names the limits.",
+)
+def create_plan(service: ServiceDep, request: PlanBody, idempotency_key: IdempotencyKey = None) -> JSONResponse:
+    """Check and store the inputs, then enqueue the job."""
+    limit_s = service.settings.max_time_limit_s
+    if request.options.time_limit_s > limit_s:
+        raise InvalidInput.single(
+            "time_limit_too_long", f"this service searches for at most {limit_s:g} s", loc=("options", "time_limit_s"),
+            actual=request.options.time_limit_s, allowed=f"<= {limit_s:g}", nearest=limit_s, subject="request",
+        )  # fmt: skip
+    rows = service.reader.read(references(request))
+    stored = {kind: row.id for kind, row in rows.items()} | {"options": full_options(request)}
+    job = service.create_job("plan", stored, idempotency_key, stored)
+    return accepted(plan_resource(job))
+
+
+def full_options(request: PlanRequest) -> dict[str, Any]:
+    """The options with their defaults, as stored."""
+    return request.options.model_dump(mode="json")
+
+
+add_list_route(plans, "plan")
+add_job_routes(plans, "plan", plan_resource, PlanResource)
+
+
+@plans.get("/{job_id}/trace", operation_id="get_plan_trace", summary="Predicted timeline of one step, as Chrome/Perfetto JSON")
+def plan_trace(service: ServiceDep, job_id: str) -> JSONResponse:
+    """Simulate the chosen plan."""
+    job = service.job("plan", job_id)
+    return JSONResponse(trace_of(service, job, chosen_plan(service, job)))
+
+
+@plans.get(
+    "/{job_id}/report",
+    operation_id="get_plan_report",
+    summary="The plan and its executions as one HTML page",
+    response_class=HTMLResponse,
+)
+def report(service: ServiceDep, job_id: str) -> HTMLResponse:
+    """Self-contained: opens offline."""
+    job = service.job("plan", job_id)
+    answer = PlanAnswer.parse(answered(service, job, "answer"))
+    inputs, graph = service.inputs(service.reader.rows_of(job))
+    trace = None if answer.plan is None else trace_of(service, job, answer.plan)
+    executions = [service.job("execution", item.id) for item in service.store.jobs("execution", limit=100, parent_id=job_id)]
+    results = [execution.result or {} for execution in executions if execution.status == "succeeded"]
+    return HTMLResponse(
+        plan_report(answer, graph=graph, cluster=inputs.cluster, workload=inputs.workload, executions=results, trace=trace)
+    )
+
+
+def chosen_plan(service: Service, job: Job) -> Plan:
+    """The plan of a finished planning job, or 409."""
+    answer = answered(service, job, "answer")
+    if answer.get("plan") is None:
+        raise ApiProblem(409, "no-plan", f"plan {job.id} ended as '{job.status}': there is no plan; see answer.limits")
+    return Plan.parse(answer["plan"])
+
+
+def trace_of(service: Service, job: Job, plan: Plan) -> dict[str, Any]:
+    """The predicted timeline of a plan of a job."""
+    inputs, graph = service.inputs(service.reader.rows_of(job))
+    return service.engine.trace(graph, inputs.cluster, inputs.workload, plan, inputs.profile)
+
+
+@estimates.post(
+    "",
+    operation_id="create_estimate",
+    summary="Price one plan or strategy, at once",
+    response_model=EstimateResource,
+    description="Nothing is stored but the inputs. A config posted for the first time is captured first, which takes seconds.",
+)
+def create_estimate(service: ServiceDep, request: EstimateBody) -> JSONResponse:
+    """Check the plan, price it, say whether it fits."""
+    if (request.plan is None) == (request.strategy is None):
+        violation = Violation(
+            code="plan_or_strategy", message="give exactly one of 'plan' and 'strategy'", allowed=["plan", "strategy"]
+        )
+        raise InvalidInput([violation], subject="request")
+    rows = service.reader.read(references(request))
+    inputs, graph = service.inputs(rows)
+    if request.plan is not None:
+        plan = Plan.parse(request.plan)
+        violations = service.engine.violations(plan, graph, inputs.cluster, inputs.workload)
+        if violations:
+            raise InvalidInput(violations, subject="plan")
+    else:
+        plan = service.engine.plan_of(request.strategy or "", graph, inputs.cluster, inputs.workload)
+    prediction = service.engine.estimate(graph, inputs.cluster, inputs.workload, plan, inputs.profile)
+    return JSONResponse({"plan": full(plan), "prediction": full(prediction), "fits": fits(prediction.memory, inputs.workload)})

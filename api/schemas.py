@@ -1,0 +1,172 @@
+"""What clients send and get. Requests are strict: an unknown key is an error that names the nearest known one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from specs.answer import PlanAnswer
+from specs.base import Spec
+from specs.measurement import Comparison, Measurement
+from specs.plan import Plan
+from specs.prediction import Prediction
+
+JobStatus = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled", "timed_out"]
+Reference = str | dict[str, Any]
+
+
+class PlanOptions(Spec):
+    """How to search. With ``strategy`` nothing is searched: that strategy alone is made explicit, checked and priced."""
+
+    time_limit_s: float = Field(default=60.0, gt=0)
+    top: int = Field(default=5, ge=1, le=50, description="alternatives to list")
+    seed: int = 0
+    strategy: str | None = Field(
+        default=None, min_length=1, max_length=2000, description="'tp=2 pp=2 micro_batch=1 recompute=full zero=0'"
+    )
+
+
+class PlanRequest(Spec):
+    """A planning job. Every input is a document, or the id of a stored one."""
+
+    model: Reference = Field(description="Hugging Face config.json, op graph, or id of a model")
+    cluster: Reference = Field(description="cluster document, or id of a cluster ('local' is the machine that the service runs on)")
+    workload: Reference = Field(description="workload document, or id of a workload")
+    profile: Reference | None = Field(
+        default=None, description="measured profile, or id of one; none = efficiency models of the device catalogue"
+    )
+    options: PlanOptions = PlanOptions()
+
+
+class EstimateRequest(Spec):
+    """One plan to price: given whole, or as a strategy."""
+
+    model: Reference
+    cluster: Reference
+    workload: Reference
+    profile: Reference | None = None
+    plan: dict[str, Any] | None = None
+    strategy: str | None = Field(default=None, min_length=1, max_length=2000)
+
+
+class ProfileRequest(Spec):
+    """A profiling job on the machine that the service runs on: the ops, collectives and optimizer of this model."""
+
+    model: Reference
+    cluster: Reference = "local"
+    workload: Reference
+    strategies: tuple[str, ...] = Field(
+        default=(), max_length=64, description="strategies whose local shapes are measured; none = the planner's usual ones"
+    )
+    quick: bool = Field(default=True, description="fewer samples, under a minute for a small model")
+
+
+class ExecutionRequest(Spec):
+    """A run of a plan on this machine."""
+
+    steps: int = Field(default=10, ge=1, le=10_000, description="measured steps")
+    warmup_steps: int = Field(default=2, ge=0, le=1000)
+    profile: Reference | None = Field(default=None, description="profile for the prediction; none = the plan's own")
+
+
+class DocumentResource(BaseModel):
+    """A stored document. ``document`` is left out in lists."""
+
+    id: str
+    kind: str
+    name: str
+    content_hash: str
+    created_at: str = Field(description="UTC, ISO 8601")
+    attributes: dict[str, Any] = {}
+    document: dict[str, Any] | None = None
+
+
+class JobProgress(BaseModel):
+    """The last progress event."""
+
+    stage: str
+    message: str = ""
+    done: float = 0
+    total: float | None = None
+    eta_s: float | None = None
+    data: dict[str, Any] = {}
+
+
+class JobResource(BaseModel):
+    """A long piece of work. Times are UTC, ISO 8601. ``error`` is a problem body (RFC 9457) when ``status`` is failed."""
+
+    id: str
+    kind: str
+    status: JobStatus
+    created_at: str
+    started_at: str | None = None
+    finished_at: str | None = None
+    progress: JobProgress | None = None
+    request: dict[str, Any] = Field(description="the inputs as ids, and the options")
+    error: dict[str, Any] | None = None
+    links: dict[str, str] = {}
+
+
+class PlanResource(JobResource):
+    """A planning job and its answer. An infeasible answer is a result: ``answer.limits`` say what breaks and by how much."""
+
+    answer: PlanAnswer | None = None
+
+
+class ExecutionResource(JobResource):
+    """A run of a plan."""
+
+    plan_id: str
+    prediction: Prediction | None = None
+    measurement: Measurement | None = None
+
+
+class ComparisonResource(BaseModel):
+    """Prediction and measurement of one execution, joined."""
+
+    execution_id: str
+    comparison: Comparison
+
+
+class ProfileJobResource(JobResource):
+    """A profiling job; ``profile_id`` names the profile once it is there."""
+
+    profile_id: str | None = None
+
+
+class EstimateResource(BaseModel):
+    """A priced plan; ``fits`` compares the peak with the memory of the device, the margin of the workload kept free."""
+
+    plan: Plan
+    prediction: Prediction
+    fits: bool
+
+
+class Page(BaseModel):
+    """A list, newest first. ``next`` is the cursor of the next page, None at the end."""
+
+    items: list[Any]
+    next: str | None = None
+
+
+class ProblemError(BaseModel):
+    """One broken rule."""
+
+    loc: list[str | int]
+    code: str
+    msg: str
+    actual: Any = None
+    allowed: Any = None
+    nearest: Any = None
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem body, media type application/problem+json; ``errors`` holds every violation."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    request_id: str | None = None
+    errors: list[ProblemError] = []

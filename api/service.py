@@ -1,0 +1,159 @@
+"""What the routes share: the store, the engine, the jobs, and how rows become resources."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import Depends, Header, Query, Request
+from sqlalchemy.exc import SQLAlchemyError
+
+from api.engine import Engine
+from api.inputs import InputReader, Inputs
+from api.isolate import isolated
+from api.jobs import Jobs
+from api.problems import ApiProblem
+from api.settings import LOCAL_CLUSTER_ID, Settings
+from api.store import Job, Store, StoredDocument
+from api.stream import EventHub
+from specs.errors import Violation, nearest_name
+from specs.graph import ModelGraph
+
+CAPTURE_LIMIT_S = 600.0
+PLURALS = {
+    "model": "models",
+    "cluster": "clusters",
+    "workload": "workloads",
+    "profile": "profiles",
+    "plan": "plans",
+    "execution": "executions",
+}
+IdempotencyKey = Annotated[
+    str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255, description="the same key and body give the same job")
+]
+Limit = Annotated[int, Query(ge=1, le=100, description="most items to return")]
+Before = Annotated[str | None, Query(description="cursor: 'next' of the page before")]
+
+
+class Service:
+    """The parts of one running service."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.settings, self.engine = settings, engine
+        self.store, self.hub = Store(settings.url), EventHub()
+        self.reader = InputReader(self.store, engine)
+        self.jobs = Jobs(settings, self.store, engine, self.hub.notify)
+        self._capturing = threading.Lock()
+
+    def register_local(self) -> None:
+        """Register this machine as the cluster 'local', as the operator asked."""
+        if self.settings.local_devices:
+            cluster = isolated(self.engine.local_cluster, self.settings.local_devices, time_limit_s=120)
+            self.store.put_document(
+                "cluster", name=cluster.name, content_hash=cluster.content_hash(), document=cluster.to_dict(),
+                attributes={"local": True, "num_devices": cluster.num_devices}, fixed_id=LOCAL_CLUSTER_ID,
+            )  # fmt: skip
+
+    def document(self, kind: str, identifier: str) -> StoredDocument:
+        """The stored document, or 404 naming the nearest id."""
+        row = self.store.document(kind, identifier)
+        if row is None:
+            near = nearest_name(identifier, self.store.document_ids(kind))
+            raise _not_found(kind, identifier, near)
+        return row
+
+    def job(self, kind: str, identifier: str) -> Job:
+        """The job, or 404."""
+        job = self.store.job(identifier, kind)
+        if job is None:
+            raise _not_found(kind, identifier, None)
+        return job
+
+    def create_job(self, kind: str, request: dict[str, Any], key: str | None, posted: Any, *, parent_id: str | None = None) -> Job:
+        """Store and enqueue a job, once per idempotency key; the same key with another body is refused."""
+        digest = hashlib.sha256(json.dumps([parent_id, posted], sort_keys=True, default=str).encode()).hexdigest()
+        job, created = self.store.create_job(kind, request, parent_id=parent_id, idempotency_key=key, request_hash=digest)
+        if not created and job.request_hash != digest:
+            raise ApiProblem(
+                422,
+                "idempotency-key-reused",
+                f"Idempotency-Key '{key}' was used before with another request",
+                violations=[
+                    Violation(
+                        code="idempotency_key_reused",
+                        message=f"it belongs to {job.id}",
+                        loc=("header", "Idempotency-Key"),
+                        actual=key,
+                    )
+                ],
+            )
+        self.jobs.submit(job)
+        return job
+
+    def inputs(self, rows: dict[str, StoredDocument]) -> tuple[Inputs, ModelGraph]:
+        """Documents and graph; a model that nobody captured yet is captured now, in a child process, one at a time."""
+        inputs = self.reader.load(rows)
+        if inputs.graph is not None:
+            return inputs, inputs.graph
+        with self._capturing:
+            inputs = self.reader.load(rows)  # whoever held the lock may have captured it
+            graph = self.reader.graph_of(
+                inputs, lambda model: isolated(self.engine.capture, model.document, model.name, time_limit_s=CAPTURE_LIMIT_S)
+            )
+        return inputs, graph
+
+    def health(self) -> dict[str, str]:
+        """'ok' or what is wrong, by part."""
+        checks = {"database": "ok", "jobs": "ok" if self.jobs.is_running else "stopped"}
+        try:
+            self.store.ping()
+        except SQLAlchemyError as error:
+            checks["database"] = type(error).__name__
+        return checks
+
+    def close(self) -> None:
+        """Stop jobs and give the database back."""
+        self.jobs.stop()
+        self.store.close()
+
+
+def _not_found(kind: str, identifier: str, near: str | None) -> ApiProblem:
+    violation = Violation(
+        code="unknown_id", message=f"there is no {kind} '{identifier}'", loc=("path", f"{kind}_id"), actual=identifier, nearest=near
+    )
+    return ApiProblem(404, "not-found", violation.message, violations=[violation])
+
+
+def service_of(request: Request) -> Service:
+    """The service behind a request."""
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(service_of)]
+
+
+def document_resource(row: StoredDocument, *, whole: bool) -> dict[str, Any]:
+    """A stored document as clients see it."""
+    resource = asdict(row)
+    if not whole:
+        del resource["document"]
+    return resource
+
+
+def job_resource(job: Job) -> dict[str, Any]:
+    """The part of a job's resource that all kinds share."""
+    base = f"/v1/{PLURALS[job.kind]}/{job.id}" if job.kind != "profile" else f"/v1/profiles/jobs/{job.id}"
+    return {
+        "id": job.id, "kind": job.kind, "status": job.status, "created_at": job.created_at, "started_at": job.started_at,
+        "finished_at": job.finished_at, "progress": job.progress, "request": {k: v for k, v in job.request.items() if k != "plan"},
+        "error": job.error, "links": {"self": base, "events": f"{base}/events"},
+    }  # fmt: skip
+
+
+def page(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """A page and the cursor of the next one."""
+    return {"items": items, "next": items[-1]["id"] if len(items) == limit else None}
