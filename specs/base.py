@@ -9,6 +9,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -48,11 +49,13 @@ class Spec(BaseModel):
     def _human_units_to_si(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        index = human_index(cls.model_fields)
+        index = _human_index_of(cls)
+        if not index:
+            return data
         converted: dict[str, Any] = {}
         for key, value in data.items():
             if key in cls.model_fields or key not in index:
-                converted[key] = value
+                converted.setdefault(key, value)
                 continue
             name, factor = index[key]
             given = [other for other in data if other == name or index.get(other, ("",))[0] == name]
@@ -62,6 +65,12 @@ class Spec(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
         return type(self).model_validate({**dict(self), **changes})
+
+
+@lru_cache(maxsize=256)
+def _human_index_of(model: type[BaseModel]) -> dict[str, tuple[str, float]]:
+    """Human keys of a model's fields, made once per class."""
+    return human_index(model.model_fields)
 
 
 class Document(Spec):

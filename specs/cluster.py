@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from pydantic import Field, model_validator
@@ -159,20 +160,18 @@ class ClusterSpec(Document):
         places: list[DevicePlace] = []
         node_index = 0
         for group_index, group in enumerate(self.nodes):
+            first = len(places)
             for _ in range(group.count):
                 for local in range(group.devices_per_node or 0):
-                    in_group = len(places) - sum(g.count * (g.devices_per_node or 0) for g in self.nodes[:group_index])
-                    places.append(
-                        DevicePlace(
-                            rank=len(places), node=node_index, group=group_index, local=local,
-                            device=group.device or "", slowdown=group.slowdown.get(in_group, 1.0),
-                        )
-                    )  # fmt: skip
+                    rank = len(places)
+                    slowdown = group.slowdown.get(rank - first, 1.0)
+                    places.append(DevicePlace(rank, node_index, group_index, local, group.device or "", slowdown))
                 node_index += 1
         return places
 
 
-class DevicePlace(Spec):
+@dataclass(frozen=True, slots=True)
+class DevicePlace:
     """Where one device sits: global ``rank``, ``node``, node ``group``, ``local`` index, type name, slowdown factor."""
 
     rank: int

@@ -34,6 +34,8 @@ class BlockBuilder:
         table = {tensor.name: tensor for tensor in self.inputs} | {param.name: param for param in self.params}
         table |= {tensor.name: tensor for op in self.ops for tensor in op.outputs}
         all_args = (*({"ref": ref} for ref in refs), *args)
+        if target in ("aten.rms_norm.default", "aten.layer_norm.default"):  # schema order: input, normalized shape, weight, bias
+            all_args = (all_args[0], [shape[-1]], *all_args[1 : len(refs)])
         tensors = [Tensor(tuple(table[ref].shape), table[ref].dtype, table[ref].dtype == "float32") for ref in refs]
         cost = op_cost(target, tensors, [Tensor(out.shape, dtype)], all_args, kwargs)
         self.ops.append(

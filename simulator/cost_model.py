@@ -1,0 +1,142 @@
+"""CostModel: prices of one model on one cluster for one workload, cached. What planner and step simulation both ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from profiler.interpolate import curve
+from profiler.placement import place_block
+from simulator.efficiency import optimizer_time_s
+from simulator.network import GroupShape, Network
+from simulator.pricing import OpPricer
+from simulator.unit_cost import RecomputeChoice, UnitCost, unit_cost
+from specs.cluster import ClusterSpec, DeviceType
+from specs.graph import DTYPE_BYTES, Block, ModelGraph
+from specs.profile import DeviceProfile, Profile
+from specs.training import TrainingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class UnitParams:
+    """Parameters of one unit on one tensor-parallel rank. ``largest``: elements of its largest tensor."""
+
+    trainable: float
+    frozen: float
+    num_tensors: int
+    tied_alias: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All elements."""
+        return self.trainable + self.frozen
+
+
+class CostModel:
+    """Prices units, collectives and optimizer steps. ``cluster`` must be resolved (``profiler.catalogue``)."""
+
+    def __init__(self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None = None) -> None:
+        self.graph, self.cluster, self.workload, self.profile = graph, cluster, workload, profile
+        self.network = Network(cluster, profile)
+        self.seq = workload.max_seq_len
+        self.precision = workload.precision
+        self.unit_blocks: list[str] = [segment.block for segment, _ in graph.units()]
+        self._blocks: dict[str, Block] = {block.name: block for block in graph.blocks}
+        self._pricers: dict[str, OpPricer] = {}
+        self._units: dict[tuple[object, ...], UnitCost] = {}
+        self._params: dict[tuple[str, int], UnitParams] = {}
+
+    @property
+    def num_units(self) -> int:
+        """Units of the model."""
+        return len(self.unit_blocks)
+
+    def device(self, name: str) -> DeviceType:
+        """The described device type."""
+        return self.cluster.device_type(name)
+
+    def pricer(self, device: str) -> OpPricer:
+        """The op pricer of a device type."""
+        if device not in self._pricers:
+            self._pricers[device] = OpPricer(self.device(device), self.precision.compute_dtype, self._device_profile(device))
+        return self._pricers[device]
+
+    def unit(
+        self,
+        block: str,
+        *,
+        device: str,
+        tp_shape: GroupShape,
+        sequence_parallel: bool,
+        batch: int,
+        recompute: RecomputeChoice = RecomputeChoice(),  # noqa: B008  (frozen)
+    ) -> UnitCost:
+        """Cost of one instance of ``block`` at micro-batch ``batch`` on one rank of a tp group of that shape."""
+        key = (block, device, tp_shape, sequence_parallel and tp_shape.size > 1, batch, recompute)
+        if key not in self._units:
+            placed = place_block(self._blocks[block], tp_shape.size, sequence_parallel)
+            self._units[key] = unit_cost(
+                placed, self.pricer(device), self.network, tp_shape, batch=batch, seq=self.seq, recompute=recompute
+            )
+        return self._units[key]
+
+    def params(self, block: str, tp: int) -> UnitParams:
+        """Parameters of one instance of ``block`` on one of ``tp`` ranks."""
+        if (block, tp) not in self._params:
+            placed = place_block(self._blocks[block], tp, False)
+            specs = {param.name: param for param in self._blocks[block].params if not param.buffer}
+            sizes = {name: _elements(placed.params[name].shape) for name in specs}
+            aliases = {alias for alias, _ in self.graph.tied}
+            self._params[block, tp] = UnitParams(
+                trainable=sum(sizes[name] for name, param in specs.items() if param.trainable),
+                frozen=sum(sizes[name] for name, param in specs.items() if not param.trainable),
+                num_tensors=len(specs),
+                tied_alias=sum(sizes[name] for name, param in specs.items() if param.fqn in aliases),
+            )
+        return self._params[block, tp]
+
+    @cached_property
+    def state_bytes_per_param(self) -> tuple[float, float, float]:
+        """(weight, gradient, optimizer state with master weight) bytes of one trainable parameter, unsharded."""
+        precision, optimizer = self.precision, self.workload.optimizer
+        master = DTYPE_BYTES[precision.master_dtype] if precision.master_dtype is not None else 0.0
+        states = optimizer.states_per_param * DTYPE_BYTES[optimizer.state_dtype] + master
+        return DTYPE_BYTES[precision.param_dtype], DTYPE_BYTES[precision.grad_dtype], states
+
+    def optimizer_s(self, device: str, num_params: float) -> float:
+        """Seconds of one optimizer step on ``num_params`` local parameters."""
+        if num_params <= 0:
+            return 0.0
+        measured = self._device_profile(device)
+        records = [item for item in measured.optimizers if item.name == self.workload.optimizer.name] if measured else []
+        if records:
+            return curve(records[0].num_params, [timing.median_s for timing in records[0].times])(num_params)[0]
+        weight, grad, states = self.state_bytes_per_param
+        traffic = 2 * states + 2 * weight + grad  # states and weight read and written, gradient read
+        return optimizer_time_s(num_params, traffic, self.device(device))
+
+    def copy_s(self, device: str, num_bytes: float) -> float:
+        """Seconds to copy ``num_bytes`` within device memory (read and write)."""
+        if num_bytes <= 0:
+            return 0.0
+        measured = self._device_profile(device)
+        records = [item for item in measured.copies if item.direction == "local"] if measured else []
+        if records:
+            return curve(records[0].sizes_bytes, [timing.median_s for timing in records[0].times])(num_bytes)[0]
+        return 2 * num_bytes / (0.8 * self.device(device).memory_bandwidth_bytes_per_s)
+
+    def grad_add_s(self, device: str, num_elements: float) -> float:
+        """Seconds to add a gradient of ``num_elements`` into an accumulated one."""
+        table = self.pricer(device).table
+        found = table.grad_add(round(num_elements), self.precision.grad_dtype) if table is not None and num_elements >= 1 else None
+        return found[0] if found is not None else self.copy_s(device, 1.5 * num_elements * self.state_bytes_per_param[1])
+
+    def _device_profile(self, device: str) -> DeviceProfile | None:
+        return self.profile.device(device) if self.profile is not None else None
+
+
+def _elements(shape: tuple[object, ...]) -> float:
+    total = 1.0
+    for size in shape:
+        total *= size(1, 1)  # type: ignore[operator]
+    return total

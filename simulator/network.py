@@ -1,0 +1,139 @@
+"""Time of collectives: by group shape over the link tiers, from measured curves where there are any.
+
+Legend: S bytes of the full (unsharded) tensor, n ranks, k ranks per node, N = n / k nodes, B bandwidth [B/s], a latency [s].
+
+Ring all-reduce        2 (n-1)/n S / B + a (1 + log2 n)/... ; all-gather and reduce-scatter half the bytes; all-to-all (n-1)/n S / B
+Two-level              reduce-scatter inside the node on S, all-reduce between nodes on S / k, all-gather inside
+Point to point         a + S / B
+
+A node's uplink is shared by all groups that cross it at once: a group with k ranks per node gets k / devices-per-node of it
+(every device of the node belongs to some such group). Sources: NCCL's ring and hierarchical algorithms; Thakur et al. 2005.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from profiler.interpolate import CollectiveTable, curve
+from specs.base import Provenance
+from specs.cluster import ClusterSpec, DevicePlace, Link, NodeGroup
+from specs.profile import Profile
+
+# Share of the bytes S that passes through a rank's link, times n/(n-1).
+VOLUME = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "broadcast": 1.0, "p2p": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """How a group lies on the nodes. ``group``: index of the node group whose links it uses (the slowest, if several)."""
+
+    size: int
+    per_node: int
+    num_nodes: int
+    group: int
+    devices_per_node: int
+
+    @property
+    def tier(self) -> str:
+        """The slowest link it crosses."""
+        return "intra" if self.num_nodes == 1 else "inter"
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """Seconds and where they come from."""
+
+    seconds: float
+    source: Provenance
+
+
+class Network:
+    """Prices collectives of a resolved cluster."""
+
+    def __init__(self, cluster: ClusterSpec, profile: Profile | None = None) -> None:
+        self.cluster = cluster
+        self.places: list[DevicePlace] = cluster.device_table()
+        self.table = CollectiveTable(profile) if profile is not None and profile.collectives else None
+        self._cache: dict[tuple[str, float, GroupShape], Priced] = {}
+
+    def shape(self, ranks: Sequence[int]) -> GroupShape:
+        """Shape of the group of these devices."""
+        return self._shape(tuple(ranks))
+
+    @lru_cache(maxsize=65536)  # noqa: B019  (a Network lives as long as one search)
+    def _shape(self, ranks: tuple[int, ...]) -> GroupShape:
+        per_node: dict[int, int] = {}
+        for rank in ranks:
+            node = self.places[rank].node
+            per_node[node] = per_node.get(node, 0) + 1
+        groups = {self.places[rank].group for rank in ranks}
+        slowest = min(groups, key=lambda index: self._uplink(self.cluster.nodes[index]).bandwidth_bytes_per_s)
+        return GroupShape(
+            len(ranks), max(per_node.values()), len(per_node), slowest, self.cluster.nodes[slowest].devices_per_node or 1
+        )
+
+    def _uplink(self, group: NodeGroup) -> Link:
+        if group.inter is not None:
+            return group.inter
+        assert group.intra is not None  # resolve_cluster fills both links
+        return group.intra
+
+    def collective(self, op: str, size_bytes: float, shape: GroupShape) -> Priced:
+        """Time of one collective on ``size_bytes`` (the full tensor's bytes; p2p: the message's)."""
+        if shape.size == 1 or size_bytes <= 0:
+            return Priced(0.0, Provenance.MEASURED)
+        key = (op, size_bytes, shape)
+        if key not in self._cache:
+            self._cache[key] = self._price(op, size_bytes, shape)
+        return self._cache[key]
+
+    def p2p(self, size_bytes: float, source: int, target: int) -> Priced:
+        """Time of one message between two devices."""
+        return self.collective("p2p", size_bytes, self.shape((source, target)))
+
+    def _price(self, op: str, size_bytes: float, shape: GroupShape) -> Priced:
+        if self.table is not None:
+            found = self.table.lookup(op, shape.size, shape.tier, size_bytes)
+            if found is not None:
+                return Priced(found[0], found[1])
+        group = self.cluster.nodes[shape.group]
+        intra, inter = group.intra, self._uplink(group)
+        assert intra is not None
+        if shape.num_nodes == 1:
+            return self._one_tier(op, size_bytes, shape.size, intra, intra.bandwidth_bytes_per_s)
+        share = inter.bandwidth_bytes_per_s * shape.per_node / shape.devices_per_node / self.cluster.oversubscription
+        if op == "p2p":
+            return Priced(inter.latency_s + size_bytes / share, Provenance.FITTED)
+        if op == "all_to_all":
+            return self._all_to_all(size_bytes, shape, intra, inter, share)
+        return self._two_level(op, size_bytes, shape, intra, inter, share)
+
+    def _one_tier(self, op: str, size_bytes: float, n: int, link: Link, bandwidth: float) -> Priced:
+        measured = next((item for item in link.curves if item.op == op and item.group_size == n), None)
+        if measured is not None:
+            sizes, times = [p.size_bytes for p in measured.points], [p.time_s for p in measured.points]
+            return Priced(curve(sizes, times)(size_bytes)[0], Provenance.PUBLISHED)
+        if op == "p2p":
+            return Priced(link.latency_s + size_bytes / bandwidth, Provenance.FITTED)
+        bus = link.allreduce_bus_bandwidth_bytes_per_s if op == "all_reduce" else None
+        latency = link.latency_s * math.log2(n) / 3 if n > 1 else 0.0  # the catalogue's latency is that of 8 ranks
+        seconds = latency + VOLUME[op] * (n - 1) / n * size_bytes / min(bus or bandwidth * 0.8, bandwidth)
+        return Priced(seconds, Provenance.FITTED)
+
+    def _all_to_all(self, size_bytes: float, shape: GroupShape, intra: Link, inter: Link, share: float) -> Priced:
+        outside = size_bytes * (shape.size - shape.per_node) / shape.size
+        inside = size_bytes * (shape.per_node - 1) / shape.size
+        through = max(outside * shape.per_node / share, inside / intra.bandwidth_bytes_per_s)
+        return Priced(inter.latency_s + through, Provenance.FITTED)
+
+    def _two_level(self, op: str, size_bytes: float, shape: GroupShape, intra: Link, inter: Link, share: float) -> Priced:
+        k, nodes = shape.per_node, shape.num_nodes
+        between = inter.latency_s * (1 + math.log2(nodes)) / 2 + VOLUME[op] * (nodes - 1) / nodes * size_bytes / (share * 0.9)
+        if k == 1:
+            return Priced(between, Provenance.FITTED)
+        inside_ops = ("reduce_scatter", "all_gather") if op == "all_reduce" else (op,)
+        inside = sum(self._one_tier(item, size_bytes, k, intra, intra.bandwidth_bytes_per_s).seconds for item in inside_ops)
+        return Priced(inside + between, Provenance.FITTED)

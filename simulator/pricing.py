@@ -1,0 +1,98 @@
+"""The price of an op on a device: the one way that anything in Meshwright turns an op into seconds.
+
+First that applies: measured on this device at this shape -> interpolated between measurements -> extrapolated from
+measurements -> efficiency model from the device's specs. The answer says which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profiler.interpolate import OpTable
+from profiler.opset import Call, OpClass, OpRule, describe
+from profiler.placed import LocalOp, numeric_tensor
+from profiler.shapes import record_key
+from simulator.efficiency import defaults, kernel_time_s
+from specs.base import Provenance
+from specs.cluster import DeviceType
+from specs.profile import DeviceProfile, OpRecord
+
+
+@dataclass(frozen=True, slots=True)
+class OpPrice:
+    """Seconds of one op forward and backward, what memory it holds, and where the numbers come from.
+
+    ``saved_inputs``/``saved_outputs`` are positions among the op's tensor arguments / results.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_inputs: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    saved_extra_bytes: float
+    forward_workspace_bytes: float
+    backward_workspace_bytes: float
+    source: Provenance
+    target: str
+    known: bool = True
+
+
+FREE = OpPrice(0.0, 0.0, (), (), 0.0, 0.0, 0.0, Provenance.MEASURED, "view")
+
+
+class OpPricer:
+    """Prices ops of one device type, optionally with its measured profile."""
+
+    def __init__(self, device: DeviceType, compute_dtype: str, profile: DeviceProfile | None = None) -> None:
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self.profile = profile
+        self.table = OpTable(profile) if profile is not None else None
+        launch = profile.launch_s if profile is not None and profile.launch_s is not None else None
+        self.launch_s = launch if launch is not None else (0.0 if device.kind == "cpu_process" else float(defaults()["launch_s"]))
+        self.context = {item.block: item for item in profile.context_factors} if profile is not None else {}
+
+    def price(self, op: LocalOp, batch: int, seq: int, block: str = "") -> OpPrice:
+        """Price ``op`` at micro-batch ``batch`` and sequence ``seq``; ``block`` selects the context factor of measured ops."""
+        if op.op_class == OpClass.VIEW:
+            return FREE
+        inputs = tuple(numeric_tensor(tensor, batch, seq, self.compute_dtype) for tensor in op.inputs)
+        outputs = tuple(numeric_tensor(tensor, batch, seq, self.compute_dtype) for tensor in op.outputs)
+        rule = describe(Call(op.op.target, inputs, outputs, op.op.args, op.op.kwargs))
+        found = self.table.lookup(record_key(op, batch, seq, self.compute_dtype)) if self.table is not None else None
+        if found is not None:
+            return self._measured(op, rule, found.forward_s, found.backward_s, found.provenance, found.record, block)
+        forward = sum(max(kernel_time_s(kernel, self.device, self.compute_dtype), self.launch_s) for kernel in rule.forward)
+        backward = sum(max(kernel_time_s(kernel, self.device, self.compute_dtype), self.launch_s) for kernel in rule.backward)
+        source = Provenance.FITTED if rule.known else Provenance.ASSUMED
+        return OpPrice(
+            forward, backward, rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes), 0.0,
+            float(rule.backward_workspace_bytes), source, op.op.target, rule.known,
+        )  # fmt: skip
+
+    def _measured(
+        self,
+        op: LocalOp,
+        rule: OpRule,
+        forward_s: float,
+        backward_s: float,
+        source: Provenance,
+        record: OpRecord | None,
+        block: str,
+    ) -> OpPrice:
+        factor = self.context.get(block) or self.context.get("")
+        if factor is not None:
+            forward_s, backward_s = forward_s * factor.forward, backward_s * factor.backward
+        saved_inputs, saved_outputs, extra = rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes)
+        forward_workspace, backward_workspace = 0.0, float(rule.backward_workspace_bytes)
+        if record is not None:
+            saved_inputs = record.saved_inputs if record.saved_inputs is not None else saved_inputs
+            saved_outputs = record.saved_outputs if record.saved_outputs is not None else saved_outputs
+            extra = record.saved_extra_bytes if record.saved_extra_bytes is not None else extra
+            forward_workspace = record.forward_workspace_bytes or 0.0
+            backward_workspace = (
+                record.backward_workspace_bytes if record.backward_workspace_bytes is not None else backward_workspace
+            )
+        return OpPrice(
+            forward_s, backward_s, saved_inputs, saved_outputs, extra, forward_workspace, backward_workspace, source, op.op.target
+        )

@@ -1,0 +1,117 @@
+"""What one stage of a plan costs on one of its ranks: units priced, parameters counted, groups laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from simulator.cost_model import CostModel, UnitParams
+from simulator.network import GroupShape
+from simulator.unit_cost import RecomputeChoice, UnitCost
+from specs.plan import Pipeline, Plan, Stage
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage on its slowest rank. Units are in model order; ``slowdown`` >= 1 multiplies compute times."""
+
+    stage: Stage
+    device: str
+    slowdown: float
+    units: tuple[UnitCost, ...]
+    params: tuple[UnitParams, ...]
+    tp_shape: GroupShape
+    shard_shape: GroupShape
+    replica_shape: GroupShape
+    dp_shape: GroupShape
+    weight_bytes: float
+    grad_bytes: float
+    state_bytes: float
+    has_master: bool
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks over which states are sharded (1 with zero 0)."""
+        return self.shard_shape.size if self.stage.zero > 0 else 1
+
+    @cached_property
+    def num_params(self) -> float:
+        """Local parameters before sharding over dp."""
+        return sum(item.total for item in self.params)
+
+    @cached_property
+    def num_trainable(self) -> float:
+        """Trainable ones of them."""
+        return sum(item.trainable for item in self.params)
+
+    def unit_weight_bytes(self, index: int) -> float:
+        """Bytes of a unit's gathered parameters."""
+        return self.params[index].total * self.weight_bytes
+
+    def unit_grad_bytes(self, index: int) -> float:
+        """Bytes of a unit's full gradients."""
+        return self.params[index].trainable * self.grad_bytes
+
+
+def axis_ranks(stage: Stage, axis: str) -> tuple[int, ...]:
+    """Devices of the group along ``axis`` that contains the stage's first device (grid dp x cp x tp, tp fastest)."""
+    mesh = stage.mesh
+    if axis == "tp":
+        return stage.devices[: mesh.tp]
+    if axis == "cp":
+        return stage.devices[: mesh.cp * mesh.tp : mesh.tp]
+    return stage.devices[:: mesh.cp * mesh.tp]
+
+
+def shard_ranks(stage: Stage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ranks that share one set of shards, ranks that hold replicas of the same shard)."""
+    dp = axis_ranks(stage, "dp")
+    size = stage.shard_group or len(dp)
+    return dp[:size], dp[::size]
+
+
+def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -> StageCost:
+    """Price every unit of ``stage`` at its micro-batch on its slowest device."""
+    places = [model.network.places[device] for device in stage.devices]
+    tp_shape = model.network.shape(axis_ranks(stage, "tp"))
+    batch = max(stage.batch_share) if stage.batch_share else pipeline.micro_batch
+    priced: dict[str, tuple[float, tuple[UnitCost, ...]]] = {}
+    for name in sorted({place.device for place in places}):
+        units = tuple(
+            model.unit(
+                model.unit_blocks[unit], device=name, tp_shape=tp_shape, sequence_parallel=stage.sequence_parallel, batch=batch,
+                recompute=recompute_choice(stage, unit),
+            )
+            for unit in range(stage.first_unit, stage.first_unit + stage.num_units)
+        )  # fmt: skip
+        slow = max(place.slowdown for place in places if place.device == name)
+        priced[name] = (slow * sum(unit.total_forward_s + unit.total_backward_s for unit in units), units)
+    slowest = max(priced, key=lambda name: priced[name][0])
+    shard, replica = shard_ranks(stage)
+    weight, grad, states = model.state_bytes_per_param
+    return StageCost(
+        stage=stage, device=slowest, slowdown=max(place.slowdown for place in places if place.device == slowest),
+        units=priced[slowest][1],
+        params=tuple(model.params(model.unit_blocks[unit], stage.mesh.tp) for unit in unit_range(stage)),
+        tp_shape=tp_shape, shard_shape=model.network.shape(shard), replica_shape=model.network.shape(replica),
+        dp_shape=model.network.shape(axis_ranks(stage, "dp")), weight_bytes=weight, grad_bytes=grad, state_bytes=states,
+        has_master=model.precision.master_dtype is not None,
+    )  # fmt: skip
+
+
+def recompute_choice(stage: Stage, unit: int) -> RecomputeChoice:
+    """The recompute of a unit as the unit's price takes it."""
+    run = stage.recompute_of(unit)
+    return RecomputeChoice() if run is None else RecomputeChoice(run.mode, run.op_classes)
+
+
+def unit_range(stage: Stage) -> range:
+    """Unit numbers of the stage."""
+    return range(stage.first_unit, stage.first_unit + stage.num_units)
+
+
+def pipeline_stages(pipeline: Pipeline) -> list[list[int]]:
+    """For each pipeline rank the stage numbers that it holds."""
+    ranks: Sequence[tuple[int, ...]] = pipeline.ranks()
+    return [[index for index, stage in enumerate(pipeline.stages) if stage.devices == devices] for devices in ranks]

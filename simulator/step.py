@@ -1,0 +1,320 @@
+"""One training step of a plan as tasks on streams: the event simulation.
+
+Ranks that behave alike are folded: one representative per pipeline rank stands for its whole dp x cp x tp grid. Streams of a
+representative: ``compute`` (the device's queue, with tensor-parallel collectives inside, as they run), ``comm`` (data-parallel
+collectives) and one ``link`` per neighbour. The order of work is the contract of docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from simulator.cost_model import CostModel
+from simulator.engine import Engine, Task
+from simulator.runtime_rules import RuntimeRules, rules_for
+from simulator.stage_cost import StageCost, pipeline_stages, stage_cost
+from specs.plan import Pipeline, Plan
+from specs.schedule import Action, Rows, dependencies
+
+
+@dataclass
+class RankStep:
+    """One pipeline rank of one pipeline after the simulation."""
+
+    pipeline: int
+    rank: int
+    stages: dict[int, StageCost]
+    row: tuple[Action, ...]
+    compute: int
+    comm: int
+    link_bytes: dict[str, float] = field(default_factory=dict)
+    terms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StepResult:
+    """The simulated step."""
+
+    step_time_s: float
+    ranks: list[RankStep]
+    engine: Engine
+
+
+class StepSimulation:
+    """Builds the tasks of a plan and runs them."""
+
+    def __init__(self, model: CostModel, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.engine = Engine()
+        self.rules: RuntimeRules = rules_for(model.cluster, model.profile)
+        self.ranks: list[RankStep] = []
+        self._done: dict[tuple[int, Action], int] = {}
+
+    def run(self) -> StepResult:
+        """Simulate the step."""
+        for index, pipeline in enumerate(self.plan.pipelines):
+            self._pipeline(index, pipeline)
+        step = self.engine.run()
+        for rank in self.ranks:
+            rank.terms = self._rank_terms(rank, step)
+        return StepResult(step, self.ranks, self.engine)
+
+    def _pipeline(self, index: int, pipeline: Pipeline) -> None:
+        costs = {number: stage_cost(self.model, self.plan, pipeline, stage) for number, stage in enumerate(pipeline.stages)}
+        rows = pipeline_rows(self.plan, pipeline)
+        ranks = []
+        for number, held in enumerate(pipeline_stages(pipeline)):
+            compute, comm = (
+                self.engine.stream(f"p{index} rank {number} compute"),
+                self.engine.stream(f"p{index} rank {number} comm"),
+            )
+            if self.rules.compute_slowdown > 1 or self.rules.comm_slowdown > 1:
+                self.engine.couple(compute, comm, self.rules.compute_slowdown, self.rules.comm_slowdown)
+            ranks.append(RankStep(index, number, {stage: costs[stage] for stage in held}, rows[number], compute, comm))
+        self.ranks += ranks
+        _PipelineTasks(self, index, pipeline, ranks, rows).add()
+
+    def _rank_terms(self, rank: RankStep, step_s: float) -> dict[str, float]:
+        """Exclusive seconds by term: task terms stretched with their real duration, gaps by the waiting task's term."""
+        terms: dict[str, float] = {}
+        now = 0.0
+        for task in (task for task in self.engine.tasks if task.stream == rank.compute):
+            gap = task.start_s - now
+            if gap > 0:
+                terms[task.wait_term] = terms.get(task.wait_term, 0.0) + gap
+            stretch = (task.end_s - task.start_s) / task.duration_s if task.duration_s > 0 else 1.0
+            for name, seconds in task.terms.items():
+                terms[name] = terms.get(name, 0.0) + seconds * stretch
+            now = task.end_s
+        terms["wait"] = terms.get("wait", 0.0) + step_s - now
+        return terms
+
+
+def pipeline_rows(plan: Plan, pipeline: Pipeline) -> Rows:
+    """Action rows of a pipeline; one rank accumulates micro-batches one after another."""
+    if pipeline.pp == 1 and len(pipeline.stages) == 1:
+        actions = [Action(0, kind, index) for index in range(pipeline.num_micro_batches) for kind in ("F", "B")]
+        return (tuple(actions),)
+    return plan.schedule.actions(num_ranks=pipeline.pp, num_micro_batches=pipeline.num_micro_batches)
+
+
+class _PipelineTasks:
+    """Adds the tasks of one pipeline in an order in which every dependency exists already."""
+
+    def __init__(self, sim: StepSimulation, index: int, pipeline: Pipeline, ranks: list[RankStep], rows: Rows) -> None:
+        self.sim, self.index, self.pipeline, self.ranks, self.rows = sim, index, pipeline, ranks, rows
+        self.engine, self.model, self.rules = sim.engine, sim.model, sim.rules
+        self.num_stages = len(pipeline.stages)
+        self.owner = {stage: rank for rank in ranks for stage in rank.stages}
+        self.links: dict[tuple[int, int], int] = {}
+        self.arrived: dict[Action, int] = {}
+        self.done: set[Action] = set()
+        self.last_backward: dict[tuple[int, int], int] = {}
+        self.reductions: dict[int, list[int]] = {rank.rank: [] for rank in ranks}
+
+    def add(self) -> None:
+        position = [0] * len(self.rows)
+        moved = True
+        while moved:
+            moved = False
+            for number, row in enumerate(self.rows):
+                while position[number] < len(row):
+                    action = row[position[number]]
+                    needed = dependencies(action, self.num_stages)
+                    if not all(any(option in self.done for option in options) for options in needed):
+                        break
+                    self._action(self.ranks[number], action)
+                    self.done.add(action)
+                    position[number] += 1
+                    moved = True
+        for rank in self.ranks:
+            self._finish(rank)
+
+    # --- forward and backward -----------------------------------------------------------------------------------
+
+    def _action(self, rank: RankStep, action: Action) -> None:
+        cost = rank.stages[action.stage]
+        after = [self.arrived[action]] if action in self.arrived else []
+        if action.kind == "F":
+            last = self._forward(rank, cost, action, after)
+            self._send(rank, action, last, action.stage + 1, cost.units[-1].output_bytes)
+        else:
+            last = self._backward(rank, cost, action, after)
+            self._send(rank, action, last, action.stage - 1, cost.units[0].input_bytes)
+
+    def _send(self, rank: RankStep, action: Action, last: int, target_stage: int, size_bytes: float) -> None:
+        """Send to the neighbour stage; what arrives there enables its own action."""
+        if not 0 <= target_stage < self.num_stages or action.kind == "W":
+            return
+        kinds = ("F",) if action.kind == "F" else ("B", "I")
+        target = self.owner[target_stage]
+        if target is rank:
+            arrived = last
+        else:
+            stage, other = self.pipeline.stages[action.stage], self.pipeline.stages[target_stage]
+            seconds = self.model.network.p2p(size_bytes, stage.devices[-1], other.devices[-1]).seconds
+            link = self.links.setdefault((action.stage, target_stage), self._link(action.stage, target_stage))
+            arrived = self.engine.task(link, seconds, after=[last], label=f"send {action}", terms={"pipeline": seconds})
+            rank.link_bytes["pp"] = rank.link_bytes.get("pp", 0.0) + size_bytes
+        for kind in kinds:
+            self.arrived[Action(target_stage, kind, action.micro_batch)] = arrived
+
+    def _link(self, source: int, target: int) -> int:
+        return self.engine.stream(f"p{self.index} link {source}>{target}")
+
+    def _is_first(self, action: Action) -> bool:
+        return action.micro_batch == min(a.micro_batch for a in self.owner[action.stage].row if a.stage == action.stage)
+
+    def _is_last(self, action: Action) -> bool:
+        return action.micro_batch == max(a.micro_batch for a in self.owner[action.stage].row if a.stage == action.stage)
+
+    def _forward(self, rank: RankStep, cost: StageCost, action: Action, after: list[int]) -> int:
+        gathers = cost.stage.zero == 3 or (cost.stage.zero in (1, 2) and self._is_first(action))
+        rank.link_bytes["tp"] = rank.link_bytes.get("tp", 0.0) + sum(unit.tp_bytes for unit in cost.units)
+        wait = "pipeline" if self.num_stages > 1 else "other"
+        if not gathers or cost.shard_degree == 1:
+            terms = {
+                "forward": cost.slowdown * sum(unit.forward_s for unit in cost.units),
+                "tp_comm": sum(unit.tp_forward_s for unit in cost.units),
+            }
+            return self._compute(rank, terms, after, f"{action}", wait)
+        last = -1
+        computed: list[int] = []
+        for index, unit in enumerate(cost.units):
+            ahead = index - 1 - self.sim.plan.collectives.prefetch_units
+            gate = after if index == 0 else ([computed[ahead]] if ahead >= 0 and cost.stage.zero == 3 else [])
+            gathered = self._gather(rank, cost, index, gate, action)
+            terms = {"forward": cost.slowdown * unit.forward_s, "tp_comm": unit.tp_forward_s}
+            last = self._compute(rank, terms, [gathered, *(after if index == 0 else [])], f"{action} u{index}", "dp_comm")
+            computed.append(last)
+        return last
+
+    def _backward(self, rank: RankStep, cost: StageCost, action: Action, after: list[int]) -> int:
+        zero, sharded = cost.stage.zero, cost.shard_degree > 1
+        last_pass = self._is_last(action)
+        reduces = (zero in (2, 3) and sharded) or (last_pass and zero == 1 and sharded)
+        ddp = zero == 0 and cost.dp_shape.size > 1 and self.num_stages == 1 and last_pass
+        gathers = zero == 3 and sharded
+        accumulates = not self._is_first(action)
+        wait = "pipeline" if self.num_stages > 1 else "other"
+        if not (reduces or ddp or gathers):
+            return self._compute(rank, self._backward_terms(cost, range(len(cost.units)), accumulates), after, f"{action}", wait)
+        computed: list[int] = []
+        pending_bytes, first = 0.0, True
+        for index in reversed(range(len(cost.units))):
+            gate = list(after) if first else []
+            if gathers and index < len(cost.units) - 1:  # the last unit's weights are still there from forward
+                ahead = len(computed) - 1 - self.sim.plan.collectives.prefetch_units
+                gate.append(self._gather(rank, cost, index, [computed[ahead]] if ahead >= 0 else gate[:1], action))
+            terms = self._backward_terms(cost, [index], accumulates and zero not in (2, 3))
+            task = self._compute(rank, terms, gate, f"{action} u{index}", wait if first else "dp_comm")
+            computed.append(task)
+            first = False
+            if reduces:
+                self._reduce_unit(rank, cost, index, task, action)
+            if ddp:
+                pending_bytes += cost.unit_grad_bytes(index)
+                if pending_bytes >= self.sim.plan.collectives.bucket_bytes or index == 0:
+                    self._all_reduce(rank, cost, pending_bytes, [task], overlapped=True, label=f"{action} bucket")
+                    pending_bytes = 0.0
+        return computed[-1]
+
+    def _backward_terms(self, cost: StageCost, units: Sequence[int], accumulates: bool) -> dict[str, float]:
+        picked = [cost.units[index] for index in units]
+        add = 0.0
+        if accumulates:  # gradients of later micro-batches are added: two reads and a write
+            add = sum(self.model.grad_add_s(cost.device, cost.params[index].trainable) for index in units)
+        return {
+            "backward": cost.slowdown * (sum(unit.backward_s for unit in picked) + add),
+            "recompute": cost.slowdown * sum(unit.recompute_s for unit in picked),
+            "tp_comm": sum(unit.tp_backward_s + unit.tp_recompute_s for unit in picked),
+        }
+
+    def _compute(self, rank: RankStep, terms: dict[str, float], after: list[int], label: str, wait_term: str) -> int:
+        used = {name: seconds for name, seconds in terms.items() if seconds > 0}
+        return self.engine.task(rank.compute, sum(used.values()), after=after, label=label, terms=used, wait_term=wait_term)
+
+    # --- data parallel ------------------------------------------------------------------------------------------
+
+    def _gather(self, rank: RankStep, cost: StageCost, index: int, after: list[int], action: Action) -> int:
+        """All-gather of a unit's parameters, with the copies in and out of the flat buffer."""
+        size = cost.unit_weight_bytes(index)
+        seconds = self.model.network.collective("all_gather", size, cost.shard_shape).seconds
+        pack = self.rules.gather_copies * self.model.copy_s(cost.device, size) if size else 0.0
+        rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
+        return self._comm(rank, seconds + pack, after, f"gather {action} u{index}")
+
+    def _reduce_unit(self, rank: RankStep, cost: StageCost, index: int, after: int, action: Action) -> None:
+        """Reduce-scatter of a unit's gradients in the shard group, all-reduce of the shard between replicas."""
+        size = cost.unit_grad_bytes(index)
+        if not size:
+            return
+        seconds = self.model.network.collective("reduce_scatter", size, cost.shard_shape).seconds
+        seconds += self.model.network.collective("all_reduce", size / cost.shard_degree, cost.replica_shape).seconds
+        seconds += self.rules.reduce_copies * self.model.copy_s(cost.device, size)
+        rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
+        self.reductions[rank.rank].append(self._comm(rank, seconds, [after], f"reduce {action} u{index}"))
+
+    def _all_reduce(self, rank: RankStep, cost: StageCost, size: float, after: list[int], *, overlapped: bool, label: str) -> None:
+        if size <= 0:
+            return
+        seconds = self.model.network.collective("all_reduce", size, cost.dp_shape).seconds
+        seconds += self.rules.bucket_copies * self.model.copy_s(cost.device, size)
+        degree = cost.dp_shape.size
+        rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + 2 * size * (degree - 1) / degree
+        stream_overlaps = overlapped and self.sim.plan.collectives.overlap_grad_reduce
+        if stream_overlaps:
+            task = self.engine.task(rank.comm, seconds, after=after, label=label, terms={"dp_comm": seconds})
+        else:
+            task = self._compute(rank, {"dp_comm": seconds}, after, label, "dp_comm")
+        self.reductions[rank.rank].append(task)
+
+    def _comm(self, rank: RankStep, seconds: float, after: list[int], label: str) -> int:
+        """A sharded-parameter collective: on its own stream, or in line where the runtime waits for it at once."""
+        if self.rules.sharded_collectives_inline:
+            return self._compute(rank, {"dp_comm": seconds}, after, label, "dp_comm")
+        return self.engine.task(rank.comm, seconds, after=after, label=label, terms={"dp_comm": seconds}, wait_term="dp_comm")
+
+    def _finish(self, rank: RankStep) -> None:
+        """After the last backward: remaining gradient reductions, then the optimizer step."""
+        for number, cost in rank.stages.items():
+            if cost.stage.zero == 0 and cost.dp_shape.size > 1 and self.num_stages > 1:
+                for index in range(len(cost.units)):
+                    self._all_reduce(
+                        rank, cost, cost.unit_grad_bytes(index), [], overlapped=False, label=f"reduce s{number} u{index}"
+                    )
+            self._partial_grads(rank, cost)
+            self._tied(rank, number, cost)
+        local = sum(cost.num_trainable / cost.shard_degree for cost in rank.stages.values())
+        device = next(iter(rank.stages.values()))
+        seconds = device.slowdown * self.model.optimizer_s(device.device, local)
+        self._compute(rank, {"optimizer": seconds}, list(self.reductions[rank.rank]), "optimizer", "dp_comm")
+        if self.rules.step_overhead_s:
+            self._compute(rank, {"other": self.rules.step_overhead_s}, [], "between steps", "other")
+
+    def _partial_grads(self, rank: RankStep, cost: StageCost) -> None:
+        """Sequence parallel: gradients of whole parameters read by split tensors are summed over tp."""
+        elements = sum(unit.partial_grad_elements for unit in cost.units)
+        if elements and cost.tp_shape.size > 1:
+            seconds = self.model.network.collective("all_reduce", elements * cost.grad_bytes, cost.tp_shape).seconds
+            self._compute(rank, {"tp_comm": seconds}, [], "partial gradients", "tp_comm")
+
+    def _tied(self, rank: RankStep, number: int, cost: StageCost) -> None:
+        """Copies of a tied parameter on the first and last stage sum their gradients."""
+        alias = sum(item.tied_alias for item in cost.params)
+        ends = (0, self.num_stages - 1)
+        if not self.model.graph.tied or self.num_stages == 1 or number not in ends:
+            return
+        elements = alias or max((item.trainable for item in cost.params[:1]), default=0.0)
+        first, last = self.pipeline.stages[0].devices[0], self.pipeline.stages[-1].devices[0]
+        seconds = self.model.network.collective(
+            "all_reduce", elements * cost.grad_bytes, self.model.network.shape((first, last))
+        ).seconds
+        self._compute(rank, {"dp_comm": seconds}, [], "tied gradients", "dp_comm")
+
+
+def timeline(result: StepResult) -> list[tuple[str, Task]]:
+    """Every task with its stream's name, in start order."""
+    tasks = sorted(result.engine.tasks, key=lambda task: (task.start_s, task.index))
+    return [(result.engine.stream_names[task.stream], task) for task in tasks]

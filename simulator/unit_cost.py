@@ -1,0 +1,248 @@
+"""Cost of one unit (an instance of a block) on one rank: time, tensor-parallel collectives, and memory op by op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
+from simulator.network import GroupShape, Network
+from simulator.pricing import OpPrice, OpPricer
+from specs.base import Provenance
+from specs.graph import DTYPE_BYTES
+from specs.plan import RecomputeMode
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """One unit at one micro-batch on one rank.
+
+    Seconds: compute forward, backward (recompute apart), and tensor-parallel collectives of each. Bytes: kept between
+    forward and backward (``saved_bytes``, the unit's input included when something needs it); most held beyond that during forward
+    and during backward; size of the residual stream that enters and leaves. ``params``: (fqn, local elements, trainable).
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    tp_forward_s: float
+    tp_backward_s: float
+    tp_recompute_s: float
+    saved_bytes: float
+    forward_peak_bytes: float
+    backward_peak_bytes: float
+    input_bytes: float
+    output_bytes: float
+    tp_bytes: float
+    partial_grad_elements: float
+    seconds_by_source: dict[Provenance, float] = field(default_factory=dict)
+    unknown_ops: tuple[str, ...] = ()
+
+    @property
+    def total_forward_s(self) -> float:
+        """Forward with its collectives."""
+        return self.forward_s + self.tp_forward_s
+
+    @property
+    def total_backward_s(self) -> float:
+        """Backward with recompute and collectives."""
+        return self.backward_s + self.recompute_s + self.tp_backward_s + self.tp_recompute_s
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeChoice:
+    """How a unit recomputes: mode and, if selective, the op classes that are recomputed."""
+
+    mode: RecomputeMode = RecomputeMode.NONE
+    op_classes: tuple[str, ...] = ()
+
+
+def unit_cost(
+    placed: PlacedBlock,
+    pricer: OpPricer,
+    network: Network,
+    tp_shape: GroupShape,
+    *,
+    batch: int,
+    seq: int,
+    recompute: RecomputeChoice,
+) -> UnitCost:
+    """Price every op and collective of a placed block and walk its memory."""
+    prices = [pricer.price(op, batch, seq, placed.block.name) for op in placed.ops]
+    walk = _MemoryWalk(placed, prices, batch, seq, pricer.compute_dtype, recompute)
+    forward = sum(price.forward_s for price in prices)
+    backward = sum(price.backward_s for price in prices)
+    comm = _Collectives(placed, network, tp_shape, batch, seq, pricer.compute_dtype)
+    last = walk.last_saving_op()
+    recompute_s, tp_recompute_s = 0.0, 0.0
+    if recompute.mode == RecomputeMode.FULL:
+        recompute_s = sum(price.forward_s for price in prices[: last + 1])
+        tp_recompute_s = comm.forward_s(upto=last)
+    elif recompute.mode == RecomputeMode.SELECTIVE:
+        recompute_s = sum(
+            price.forward_s for op, price in zip(placed.ops, prices, strict=True) if op.op_class.value in recompute.op_classes
+        )
+    by_source: dict[Provenance, float] = {}
+    for price in prices:
+        by_source[price.source] = by_source.get(price.source, 0.0) + price.forward_s + price.backward_s
+    return UnitCost(
+        forward_s=forward,
+        backward_s=backward,
+        recompute_s=recompute_s,
+        tp_forward_s=comm.forward_s(),
+        tp_backward_s=comm.backward_s(),
+        tp_recompute_s=tp_recompute_s,
+        saved_bytes=walk.saved_bytes(),
+        forward_peak_bytes=walk.forward_peak(),
+        backward_peak_bytes=walk.backward_peak(),
+        input_bytes=sum(walk.bytes_of(tensor) for tensor in placed.inputs if tensor.requires_grad),
+        output_bytes=sum(walk.bytes_of(tensor) for tensor in placed.outputs),
+        tp_bytes=comm.total_bytes,
+        partial_grad_elements=sum(_numel(placed.params[name]) for name in placed.partial_grad_params),
+        seconds_by_source=by_source,
+        unknown_ops=tuple(sorted({price.target for price in prices if not price.known})),
+    )
+
+
+def _numel(tensor: LocalTensor) -> float:
+    total = 1.0
+    for size in tensor.shape:
+        total *= size(1, 1)
+    return total
+
+
+class _Collectives:
+    """The block's tensor-parallel collectives, priced."""
+
+    def __init__(self, placed: PlacedBlock, network: Network, shape: GroupShape, batch: int, seq: int, dtype: str) -> None:
+        self.forward: list[tuple[int, float]] = []
+        self.backward: list[float] = []
+        self.total_bytes = 0.0
+        element_bytes = {"float32": DTYPE_BYTES[dtype]}
+        for index, op in enumerate(placed.ops):
+            for before, item in [*((True, c) for c in op.before), *((False, c) for c in op.after)]:
+                size = item.num_elements(batch, seq) * (4.0 if item.count > 1 else element_bytes.get(item.dtype, 4.0))
+                for kind, sink in ((item.forward, "forward"), (item.backward, "backward")):
+                    if kind is None:
+                        continue
+                    seconds = item.count * network.collective(kind, size, shape).seconds
+                    self.total_bytes += item.count * size
+                    if sink == "forward":
+                        self.forward.append((index if before else index + 1, seconds))
+                    else:
+                        self.backward.append(seconds)
+
+    def forward_s(self, upto: int | None = None) -> float:
+        """Seconds of forward collectives, those needed to run the ops up to ``upto`` only."""
+        return sum(seconds for index, seconds in self.forward if upto is None or index <= upto)
+
+    def backward_s(self) -> float:
+        """Seconds of backward collectives."""
+        return sum(self.backward)
+
+
+class _MemoryWalk:
+    """Bytes held while the block's ops run forward and backward, by the storage each tensor lives in."""
+
+    def __init__(
+        self, placed: PlacedBlock, prices: list[OpPrice], batch: int, seq: int, dtype: str, recompute: RecomputeChoice
+    ) -> None:
+        self.placed, self.prices, self.batch, self.seq, self.dtype = placed, prices, batch, seq, dtype
+        self.recompute = recompute
+        self.weights = {name for name, tensor in placed.params.items() if tensor.kind in ("param", "buffer")}
+        self.sizes: dict[str, float] = {}
+        for tensor in (*placed.inputs, *(t for op in placed.ops for t in (*op.inputs, *op.outputs))):
+            self.sizes.setdefault(tensor.root, 0.0)
+            self.sizes[tensor.root] = max(self.sizes[tensor.root], self.bytes_of(tensor))
+        self.saved_by_op = [self._saved(op, price) for op, price in zip(placed.ops, prices, strict=True)]
+        self.kept_by_op = [set() if self._recomputed(op) else saved for op, saved in zip(placed.ops, self.saved_by_op, strict=True)]
+
+    def bytes_of(self, tensor: LocalTensor) -> float:
+        """Local bytes of a tensor."""
+        return float(numeric_tensor(tensor, self.batch, self.seq, self.dtype).bytes)
+
+    def _saved(self, op: LocalOp, price: OpPrice) -> set[str]:
+        tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
+        tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
+        return {tensor.root for tensor in tensors if tensor.root not in self.weights}
+
+    def _recomputed(self, op: LocalOp) -> bool:
+        return self.recompute.mode == RecomputeMode.SELECTIVE and op.op_class.value in self.recompute.op_classes
+
+    def last_saving_op(self) -> int:
+        """Index of the last op that keeps anything: recompute runs up to it (early stop)."""
+        keeps = [index for index, price in enumerate(self.prices) if self.saved_by_op[index] or price.saved_extra_bytes]
+        return keeps[-1] if keeps else -1
+
+    def _extra(self, index: int) -> float:
+        return 0.0 if self._recomputed(self.placed.ops[index]) else self.prices[index].saved_extra_bytes
+
+    def all_saved_bytes(self) -> float:
+        """What an uncheckpointed forward keeps."""
+        roots = set().union(*self.kept_by_op) if self.kept_by_op else set()
+        return sum(self.sizes[root] for root in roots) + sum(self._extra(index) for index in range(len(self.prices)))
+
+    def saved_bytes(self) -> float:
+        """What is kept between forward and backward."""
+        if self.recompute.mode == RecomputeMode.FULL:
+            return sum(self.bytes_of(tensor) for tensor in self.placed.inputs)
+        return self.all_saved_bytes()
+
+    def forward_peak(self) -> float:
+        """Most bytes held during forward beyond what is kept at its end (the unit's input not counted unless kept)."""
+        keep_all = self.recompute.mode != RecomputeMode.FULL
+        return max(0.0, self._forward_curve(keep_all) - self.saved_bytes())
+
+    def _forward_curve(self, keep: bool) -> float:
+        """Peak of live bytes while running forward, with (or without) what autograd keeps."""
+        last_use: dict[str, int] = {}
+        for index, op in enumerate(self.placed.ops):
+            last_use.update({tensor.root: index for tensor in op.inputs})
+        outputs = {tensor.root for tensor in self.placed.outputs}
+        live = {tensor.root for tensor in self.placed.inputs}
+        kept: set[str] = set() if keep else {tensor.root for tensor in self.placed.inputs}
+        extra = peak = 0.0
+        for index, op in enumerate(self.placed.ops):
+            live |= {tensor.root for tensor in op.outputs}
+            if keep:
+                kept |= self.kept_by_op[index]
+                extra += self._extra(index)
+            now = sum(self.sizes[root] for root in (live | kept) - self.weights) + extra
+            peak = max(peak, now + self.prices[index].forward_workspace_bytes)
+            live = {root for root in live if last_use.get(root, -1) > index or root in outputs}
+        return peak
+
+    def backward_peak(self) -> float:
+        """Most bytes held in backward beyond what was kept before it: activation gradients, temporaries, recomputed tensors.
+
+        Walks the ops in reverse: the gradient of each result lives from its first use until the op's backward ran; what an op
+        kept is freed once no earlier op kept it too. Weight gradients are counted elsewhere.
+        """
+        start = self.saved_bytes()
+        held = self.all_saved_bytes() + (start if self.recompute.mode == RecomputeMode.FULL else 0.0)
+        if self.recompute.mode == RecomputeMode.SELECTIVE:
+            held += self._recomputed_bytes()
+        first_keeper: dict[str, int] = {}
+        for index in reversed(range(len(self.placed.ops))):
+            for root in self.saved_by_op[index] if self.recompute.mode == RecomputeMode.SELECTIVE else self.kept_by_op[index]:
+                first_keeper[root] = index
+        grads = {tensor.root for tensor in self.placed.outputs if tensor.requires_grad}
+        peak = held + sum(self.sizes[root] for root in grads)
+        for index in reversed(range(len(self.placed.ops))):
+            op, price = self.placed.ops[index], self.prices[index]
+            if not any(tensor.requires_grad for tensor in op.outputs):
+                continue
+            produced = {tensor.root for tensor in op.inputs if tensor.requires_grad and tensor.root not in self.weights}
+            now = held + sum(self.sizes[root] for root in grads | produced) + price.backward_workspace_bytes
+            peak = max(peak, now)
+            results = {tensor.root for tensor in op.outputs}
+            grads = (grads | produced) - (results - produced)
+            held -= sum(self.sizes[root] for root, keeper in first_keeper.items() if keeper == index) + price.saved_extra_bytes
+        return max(0.0, peak - start)
+
+    def _recomputed_bytes(self) -> float:
+        again = set().union(
+            *(saved for op, saved in zip(self.placed.ops, self.saved_by_op, strict=True) if self._recomputed(op)), set()
+        )
+        kept = set().union(*self.kept_by_op, set())
+        extra = sum(price.saved_extra_bytes for op, price in zip(self.placed.ops, self.prices, strict=True) if self._recomputed(op))
+        return sum(self.sizes[root] for root in again - kept) + extra

@@ -1,0 +1,210 @@
+"""Graph-derived costs against closed forms, and the step simulation against schedules worked by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from simulator.cost_model import CostModel
+from simulator.predict import fits, predict, simulate
+from simulator.trace import chrome_trace
+from simulator.unit_cost import RecomputeChoice, UnitCost
+from specs.graph import ModelGraph, Segment
+from specs.plan import RecomputeMode
+from specs.training import TrainingSpec
+from tests.blocks import gpt_layer, llama_graph
+from tests.plans import gpu_cluster, make_plan
+
+HIDDEN, HEADS, BATCH, SEQ = 1024, 16, 2, 512
+SBH = SEQ * BATCH * HIDDEN
+FULL = RecomputeChoice(RecomputeMode.FULL)
+
+
+@cache
+def gpt_graph(layers: int = 2) -> ModelGraph:
+    """GPT layers alone, with a residual stream in and out (no embedding, no head): the object of the published formulas."""
+    layer = gpt_layer(HIDDEN, HEADS)
+    segment = Segment(block="layer", count=layers, bind={"x": "x"}, carry={"x": layer.outputs[0]}, produces={layer.outputs[0]: "y"})
+    return ModelGraph(name="gpt", inputs=layer.inputs, blocks=(layer,), segments=(segment,), loss="y")
+
+
+def layer_cost(tp: int = 1, sequence_parallel: bool = False, recompute: RecomputeChoice = RecomputeChoice()) -> UnitCost:  # noqa: B008
+    model = CostModel(gpt_graph(), gpu_cluster(8), TrainingSpec(global_batch=8, seq_len=SEQ))
+    shape = model.network.shape(range(tp))
+    return model.unit("layer", device="toy", tp_shape=shape, sequence_parallel=sequence_parallel, batch=BATCH, recompute=recompute)
+
+
+# Korthikanti et al., arXiv 2205.05198, eq. 1-4, less the dropout masks (this layer has no dropout) and with flash attention
+# (no s x s term): log-sum-exp 4 bytes per head and token, two statistics of 4 bytes per norm and token.
+STATISTICS = 4 * BATCH * HEADS * SEQ
+NORMS = 2 * 8 * BATCH * SEQ
+
+
+def test_activation_bytes_without_parallelism() -> None:
+    assert layer_cost().saved_bytes == 32 * SBH + STATISTICS + NORMS
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_activation_bytes_tensor_parallel(tp: int) -> None:
+    assert layer_cost(tp).saved_bytes == pytest.approx(SBH * (8 + 24 / tp) + STATISTICS / tp + NORMS)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_activation_bytes_sequence_parallel_keeps_the_gathered_inputs(tp: int) -> None:
+    # the two gathered inputs of the column-parallel products stay (4 sbh); the rest is split
+    assert layer_cost(tp, True).saved_bytes == pytest.approx(SBH * (4 + 28 / tp) + STATISTICS / tp + NORMS / tp)
+
+
+def test_activation_bytes_full_recompute() -> None:
+    assert layer_cost(recompute=FULL).saved_bytes == 2 * SBH
+    assert layer_cost(recompute=FULL).backward_peak_bytes > 32 * SBH - 2 * SBH
+
+
+def test_recompute_costs_at_most_one_forward() -> None:
+    plain, full = layer_cost(), layer_cost(recompute=FULL)
+    assert full.backward_s == plain.backward_s
+    assert 0.9 * plain.forward_s < full.recompute_s <= plain.forward_s
+
+
+def test_selective_recompute_of_attention_keeps_less_than_none_and_more_than_full() -> None:
+    selective = layer_cost(recompute=RecomputeChoice(RecomputeMode.SELECTIVE, ("elementwise", "norm")))
+    assert 2 * SBH < selective.saved_bytes < layer_cost().saved_bytes
+    assert 0 < selective.recompute_s < layer_cost().forward_s / 3
+
+
+def test_tensor_parallel_volume() -> None:
+    # two all-reduces of the residual stream forward and two backward: 4 x 2 bytes x bsh
+    assert layer_cost(2).tp_bytes == 4 * 2 * SBH
+    assert (
+        layer_cost(2, True).tp_bytes == 8 * 2 * SBH
+    )  # an all-gather and a reduce-scatter each: twice as many calls, half the traffic each
+
+
+def test_layer_flop() -> None:
+    expected = 24 * BATCH * SEQ * HIDDEN**2 + 4 * BATCH * SEQ**2 * HIDDEN
+    assert gpt_graph(1).flop(batch=BATCH, seq=SEQ, backward=False) == expected
+    assert gpt_graph(1).flop(batch=BATCH, seq=SEQ) == 3 * expected
+
+
+# --- a whole step ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def model_of(num_devices: int = 8, nodes: int = 1, layers: int = 6, global_batch: int = 8) -> CostModel:
+    return CostModel(
+        llama_graph(layers), gpu_cluster(num_devices, nodes=nodes), TrainingSpec(global_batch=global_batch, seq_len=128)
+    )
+
+
+@pytest.mark.parametrize("keywords", [
+    {}, {"dp": 4}, {"dp": 4, "zero": 1}, {"dp": 4, "zero": 2, "num_micro_batches": 2}, {"dp": 4, "zero": 3}, {"tp": 2},
+    {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 1}, {"pp": 4, "num_micro_batches": 8},
+    {"pp": 2, "dp": 2, "tp": 2, "num_micro_batches": 4, "zero": 1, "recompute": RecomputeMode.FULL},
+    {"pp": 2, "num_micro_batches": 4, "schedule": "gpipe"},
+])  # fmt: skip
+def test_terms_of_every_rank_sum_to_the_step(keywords: dict[str, object]) -> None:
+    model = model_of()
+    prediction = predict(model.graph, model.cluster, model.workload, make_plan(model.graph, **keywords), cost_model=model)  # type: ignore[arg-type]
+    assert sum(prediction.waterfall.values()) == pytest.approx(prediction.step_time_s)
+    for rank in prediction.ranks:
+        assert sum(rank.terms.values()) == pytest.approx(prediction.step_time_s)
+        assert sum(rank.memory.terms.values()) == pytest.approx(rank.memory.peak_bytes)
+    assert prediction.step_time_low_s < prediction.step_time_s < prediction.step_time_high_s
+    assert fits(prediction)
+
+
+def test_pipeline_bubble_of_equal_stages() -> None:
+    """1F1B and GPipe: (m + p - 1)(F + B) when stages are equal and links free (PipeDream-flush, arXiv 2006.09503)."""
+    graph = gpt_graph(4)
+    cluster = gpu_cluster(4)
+    free = cluster.nodes[0].replace(intra={"bandwidth_bytes_per_s": 1e30, "latency_s": 0.0})
+    model = CostModel(graph, cluster.replace(nodes=(free,)), TrainingSpec(global_batch=8, seq_len=SEQ))
+    unit = model.unit("layer", device="toy", tp_shape=model.network.shape((0,)), sequence_parallel=False, batch=1)
+    for schedule in ("1f1b", "gpipe"):
+        plan = make_plan(graph, pp=4, num_micro_batches=8, schedule=schedule, seq_len=SEQ)
+        result = simulate(model, plan)
+        compute = (8 + 3) * (unit.forward_s + unit.backward_s)
+        ends = [
+            max(task.end_s for task in result.engine.tasks if task.stream == rank.compute and "B" in task.label)
+            for rank in result.ranks
+        ]
+        adds = 7 * model.grad_add_s("toy", model.params("layer", 1).trainable)
+        assert compute <= max(ends) <= compute + adds * 1.01
+
+
+def test_1f1b_holds_fewer_activations_than_gpipe() -> None:
+    model = model_of()
+    peaks = {}
+    for schedule in ("1f1b", "gpipe"):
+        plan = make_plan(model.graph, pp=4, num_micro_batches=8, schedule=schedule)
+        peaks[schedule] = predict(model.graph, model.cluster, model.workload, plan, cost_model=model).memory.terms["activations"]
+    assert peaks["1f1b"] < peaks["gpipe"]
+
+
+def test_zero_state_bytes() -> None:
+    """bf16 with fp32 master weights and Adam: 16 bytes per parameter, sharded by stage (arXiv 1910.02054, figure 1)."""
+    model = model_of()
+    count = model.graph.num_params()
+    states = {}
+    for zero in range(4):
+        plan = make_plan(model.graph, dp=8, zero=zero)
+        terms = predict(model.graph, model.cluster, model.workload, plan, cost_model=model).memory.terms
+        states[zero] = terms
+    assert states[0]["params"] == 2 * count
+    assert states[0]["optimizer"] == 12 * count
+    assert states[1]["optimizer"] == pytest.approx(12 * count / 8)
+    assert states[1]["gathered"] == 2 * count
+    assert states[3]["params"] == pytest.approx(2 * count / 8)
+    assert states[3]["optimizer"] == pytest.approx(12 * count / 8)
+    assert states[3].get("gathered", 0.0) < count
+
+
+def test_ddp_reductions_hide_behind_backward_but_not_all() -> None:
+    model = model_of()
+    alone = predict(model.graph, model.cluster, model.workload, make_plan(model.graph), cost_model=model)
+    data_parallel = predict(model.graph, model.cluster, model.workload, make_plan(model.graph, dp=8), cost_model=model)
+    assert data_parallel.step_time_s > alone.step_time_s
+    assert data_parallel.link_bytes["dp"] == pytest.approx(2 * 7 / 8 * 2 * model.graph.num_params())
+
+
+def test_a_slow_device_stretches_the_step() -> None:
+    model = model_of()
+    slow = model.cluster.replace(nodes=(model.cluster.nodes[0].replace(slowdown={3: 2.0}),))
+    plan = make_plan(model.graph, dp=8)
+    before = predict(model.graph, model.cluster, model.workload, plan)
+    after = predict(model.graph, slow, model.workload, plan)
+    assert 1.5 < after.step_time_s / before.step_time_s <= 2.0
+
+
+def test_crossing_nodes_is_slower() -> None:
+    inside, across = model_of(8, 1), model_of(8, 2)
+    plan = make_plan(inside.graph, dp=8, zero=3)
+    assert predict(across.graph, across.cluster, across.workload, plan).step_time_s > predict(
+        inside.graph, inside.cluster, inside.workload, plan
+    ).step_time_s  # fmt: skip
+
+
+def test_does_not_fit_is_flagged() -> None:
+    model = CostModel(llama_graph(6), gpu_cluster(1, memory_gib=0.3), TrainingSpec(global_batch=8, seq_len=128))
+    prediction = predict(model.graph, model.cluster, model.workload, make_plan(model.graph, num_micro_batches=8), cost_model=model)
+    assert prediction.flags == ("does_not_fit",)
+    assert not fits(prediction)
+
+
+def test_chrome_trace_has_every_task_and_memory() -> None:
+    model = model_of()
+    plan = make_plan(model.graph, pp=2, num_micro_batches=4)
+    result = simulate(model, plan)
+    trace = chrome_trace(model, plan, result)
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(complete) == len(result.engine.tasks)
+    assert max(event["ts"] + event["dur"] for event in complete) == pytest.approx(result.step_time_s * 1e6)
+    assert any(event["ph"] == "C" for event in trace["traceEvents"])
+
+
+def test_same_input_same_prediction() -> None:
+    model = model_of()
+    plan = make_plan(model.graph, dp=2, pp=2, num_micro_batches=4, zero=1)
+    first = predict(model.graph, model.cluster, model.workload, plan)
+    assert first.to_json() == predict(model.graph, model.cluster, model.workload, plan).to_json()
