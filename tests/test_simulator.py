@@ -129,8 +129,8 @@ def test_pipeline_bubble_of_equal_stages() -> None:
             max(task.end_s for task in result.engine.tasks if task.stream == rank.compute and "B" in task.label)
             for rank in result.ranks
         ]
-        adds = 7 * model.grad_add_s("toy", model.params("layer", 1).trainable)
-        assert compute <= max(ends) <= compute + adds * 1.01
+        adds = (8 + 3) * model.grad_add_s("toy", model.params("layer", 1).trainable)  # of later micro-batches
+        assert compute <= max(ends) <= compute + adds
 
 
 def test_1f1b_holds_fewer_activations_than_gpipe() -> None:
