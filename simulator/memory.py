@@ -30,9 +30,15 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class MemoryRules:
-    """What the runtime holds besides tensors of the model. ``ddp_bucket_copies``: gradient buckets apart from the gradients."""
+    """What the runtime holds besides tensors of the model.
 
-    ddp_bucket_copies: bool = False
+    ``grads_live_in_buckets``: DDP's buckets are there from the start and hold the gradients; those accumulated before the
+    synchronising micro-batch are apart. ``flat_copies``: flat buffers of a unit's size, while its weights are gathered or its
+    gradients reduced, besides source and result. ``keeps_stage_outputs``: a stage's outputs live until its backward.
+    """
+
+    grads_live_in_buckets: bool = True
+    flat_copies: float = 1.0
     keeps_stage_outputs: bool = True
 
 
@@ -69,7 +75,7 @@ class RankMemory:
         return self.peak
 
     def _static_terms(self) -> dict[str, float]:
-        terms = {"params": 0.0, "optimizer": 0.0, "comm_buffers": 0.0}
+        terms = {"params": 0.0, "optimizer": 0.0, "grads": 0.0}
         for cost in self.stages.values():
             share = 1.0 / cost.shard_degree
             if cost.stage.zero == 0:
@@ -77,9 +83,13 @@ class RankMemory:
             elif not cost.has_master or cost.stage.zero == 3:
                 terms["params"] += cost.num_params * cost.weight_bytes * share
             terms["optimizer"] += cost.num_trainable * cost.state_bytes * share
-            if cost.stage.zero == 0 and cost.dp_shape.size > 1 and self.num_stages == 1 and self.rules.ddp_bucket_copies:
-                terms["comm_buffers"] += cost.num_trainable * cost.grad_bytes
+            if self._is_ddp(cost):
+                terms["grads"] += cost.num_trainable * cost.grad_bytes
         return terms
+
+    def _is_ddp(self, cost: StageCost) -> bool:
+        one_stage = self.num_stages == 1 and cost.dp_shape.size > 1
+        return cost.stage.zero == 0 and one_stage and self.rules.grads_live_in_buckets
 
     def _kept_gathered(self) -> float:
         """Weights that stay gathered during the whole step (zero 1 and 2)."""
@@ -92,10 +102,16 @@ class RankMemory:
         ahead = range(index, index + step * (self.options.prefetch_units + 1), step)
         return sum(cost.unit_weight_bytes(unit) for unit in ahead if 0 <= unit < len(cost.params))
 
+    def _flat_weights(self, cost: StageCost, index: int) -> float:
+        """The flat buffer that a unit's weights are gathered into before they are unpacked."""
+        return self.rules.flat_copies * cost.unit_weight_bytes(index) if cost.shard_degree > 1 else 0.0
+
     def _forward(self, action: Action) -> None:
         cost = self.stages[action.stage]
         for index, unit in enumerate(cost.units):
             self._note(f"{action}", unit.saved_bytes + unit.forward_peak_bytes, self._gathered(cost, index, 1))
+            if self._flat_weights(cost, index):
+                self._note(f"{action}", 0.0, self._gathered(cost, index, 1), self._flat_weights(cost, index))
             self.saved += unit.saved_bytes
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs += cost.units[-1].output_bytes
@@ -105,18 +121,33 @@ class RankMemory:
         for index in reversed(range(len(cost.units))):
             unit, full = cost.units[index], cost.unit_grad_bytes(index)
             first = (action.stage, index) not in self._has_grad
-            transient = full
+            transient = full  # what autograd has just computed, until it is added or copied to where it stays
             if first:
                 self._has_grad.add((action.stage, index))
-                self.grads += full / cost.shard_degree if cost.stage.zero >= 2 else full
-                transient = full if cost.stage.zero >= 2 and cost.shard_degree > 1 else 0.0
+                self.grads += self._kept_grads(cost, full)
+                transient = full if self._kept_grads(cost, full) < full else 0.0
             self._note(f"{action}", unit.backward_peak_bytes + transient, self._gathered(cost, index, -1))
+            if cost.stage.zero >= 2 and cost.shard_degree > 1:
+                flat = (1 + self.rules.flat_copies) * full
+                self._note(f"{action}", 0.0, self._gathered(cost, index, -1), flat)
             self.saved -= unit.saved_bytes
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs -= cost.units[-1].output_bytes
 
-    def _note(self, moment: str, workspace: float, gathered: float) -> None:
-        terms = {**self._static, "grads": self.grads, "gathered": gathered, "workspace": workspace}
+    def _kept_grads(self, cost: StageCost, full: float) -> float:
+        """Bytes that a unit's gradient adds for the rest of the step at its first backward."""
+        if cost.stage.zero >= 2:
+            return full / cost.shard_degree
+        if self._is_ddp(cost):
+            return full if self._num_passes(cost) > 1 else 0.0
+        return full
+
+    def _num_passes(self, cost: StageCost) -> int:
+        return sum(1 for action in self.row if action.kind == "F" and self.stages[action.stage] is cost)
+
+    def _note(self, moment: str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> None:
+        terms = {**self._static, "gathered": gathered, "workspace": workspace, "comm_buffers": comm_buffers}
+        terms["grads"] += self.grads
         terms["activations"] = self.saved + self.outputs
         total = sum(terms.values())
         self.curve.append((moment, total))

@@ -1,7 +1,8 @@
 """How the runtime that executes plans behaves on a backend: what overlaps, what is copied. Data for the step simulation.
 
-Read from the executor's building blocks (PyTorch 2.13): FSDP2 packs and unpacks flat buffers around its collectives; on
-gloo it waits for each collective at once, so nothing overlaps; DDP's bucket reductions run beside backward on both.
+Read from the executor's building blocks (PyTorch 2.13): DDP copies each gradient into its bucket inside backward and reduces the
+bucket beside it. FSDP2 packs and unpacks flat buffers around its collectives. On gloo its reduce-scatters, and gathers
+without prefetch, run on the calling thread; a prefetched gather (zero 3) runs beside compute.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from specs.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class RuntimeRules:
-    """Copies are in units of the collective's full bytes. Slowdowns apply while compute and collectives run together."""
+    """``copies`` are in units of the collective's full bytes, done by the compute stream. Slowdowns apply while compute and
+    collectives run together."""
 
-    sharded_collectives_inline: bool
+    gather_inline: bool
+    prefetched_gather_inline: bool
+    reduce_inline: bool
     gather_copies: float
     reduce_copies: float
     bucket_copies: float
@@ -35,14 +39,16 @@ def rules_for(cluster: ClusterSpec, profile: Profile | None) -> RuntimeRules:
         measured = next((item for item in pairs if item.second == "all_reduce"), None)
     if cluster.backend == "gloo":
         return RuntimeRules(
-            sharded_collectives_inline=True, gather_copies=1.0, reduce_copies=1.0, bucket_copies=1.0,
+            gather_inline=True, prefetched_gather_inline=False, reduce_inline=True,
+            gather_copies=1.0, reduce_copies=1.0, bucket_copies=1.0,
             compute_slowdown=measured.first_slowdown if measured else 2.0,
             comm_slowdown=measured.second_slowdown if measured else 2.0,
             source="measured" if measured else "assumed",
         )  # fmt: skip
     # compute beside NCCL collectives: 18.9 % slower on average over A100, H100, MI250 and MI210 (arXiv 2507.03114)
     return RuntimeRules(
-        sharded_collectives_inline=False, gather_copies=1.0, reduce_copies=1.0, bucket_copies=1.0,
+        gather_inline=False, prefetched_gather_inline=False, reduce_inline=False,
+        gather_copies=1.0, reduce_copies=1.0, bucket_copies=1.0,
         compute_slowdown=measured.first_slowdown if measured else 1.19, comm_slowdown=measured.second_slowdown if measured else 1.1,
         source="measured" if measured else "published",
     )  # fmt: skip
@@ -50,4 +56,4 @@ def rules_for(cluster: ClusterSpec, profile: Profile | None) -> RuntimeRules:
 
 def memory_rules_for(cluster: ClusterSpec) -> MemoryRules:
     """What the runtime holds besides the model's tensors on the cluster's backend."""
-    return MemoryRules(ddp_bucket_copies=False, keeps_stage_outputs=True)
+    return MemoryRules(grads_live_in_buckets=True, flat_copies=1.0, keeps_stage_outputs=True)

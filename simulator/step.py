@@ -185,7 +185,9 @@ class _PipelineTasks:
             ahead = index - 1 - self.sim.plan.collectives.prefetch_units
             gate = after if index == 0 else ([computed[ahead]] if ahead >= 0 and cost.stage.zero == 3 else [])
             gathered = self._gather(rank, cost, index, gate, action)
-            terms = {"forward": cost.slowdown * unit.forward_s, "tp_comm": unit.tp_forward_s}
+            terms = {
+                "dp_comm": self._unpack_s(cost, index), "forward": cost.slowdown * unit.forward_s, "tp_comm": unit.tp_forward_s
+            }  # fmt: skip
             last = self._compute(rank, terms, [gathered, *(after if index == 0 else [])], f"{action} u{index}", "dp_comm")
             computed.append(last)
         return last
@@ -208,6 +210,10 @@ class _PipelineTasks:
                 ahead = len(computed) - 1 - self.sim.plan.collectives.prefetch_units
                 gate.append(self._gather(rank, cost, index, [computed[ahead]] if ahead >= 0 else gate[:1], action))
             terms = self._backward_terms(cost, [index], accumulates and zero not in (2, 3))
+            if gathers and index < len(cost.units) - 1:
+                terms["dp_comm"] = self._unpack_s(cost, index)
+            if ddp:
+                terms["backward"] += self.rules.bucket_copies * self.model.copy_s(cost.device, cost.unit_grad_bytes(index))
             task = self._compute(rank, terms, gate, f"{action} u{index}", wait if first else "dp_comm")
             computed.append(task)
             first = False
@@ -238,12 +244,17 @@ class _PipelineTasks:
     # --- data parallel ------------------------------------------------------------------------------------------
 
     def _gather(self, rank: RankStep, cost: StageCost, index: int, after: list[int], action: Action) -> int:
-        """All-gather of a unit's parameters, with the copies in and out of the flat buffer."""
+        """All-gather of a unit's parameters."""
         size = cost.unit_weight_bytes(index)
         seconds = self.model.network.collective("all_gather", size, cost.shard_shape).seconds
-        pack = self.rules.gather_copies * self.model.copy_s(cost.device, size) if size else 0.0
         rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
-        return self._comm(rank, seconds + pack, after, f"gather {action} u{index}")
+        prefetched = cost.stage.zero == 3 and self.sim.plan.collectives.prefetch_units > 0
+        inline = self.rules.prefetched_gather_inline if prefetched else self.rules.gather_inline
+        return self._comm(rank, seconds, after, f"gather {action} u{index}", inline=inline)
+
+    def _unpack_s(self, cost: StageCost, index: int) -> float:
+        """Copying a unit's gathered flat buffer into its parameters."""
+        return self.rules.gather_copies * self.model.copy_s(cost.device, cost.unit_weight_bytes(index))
 
     def _reduce_unit(self, rank: RankStep, cost: StageCost, index: int, after: int, action: Action) -> None:
         """Reduce-scatter of a unit's gradients in the shard group, all-reduce of the shard between replicas."""
@@ -252,15 +263,15 @@ class _PipelineTasks:
             return
         seconds = self.model.network.collective("reduce_scatter", size, cost.shard_shape).seconds
         seconds += self.model.network.collective("all_reduce", size / cost.shard_degree, cost.replica_shape).seconds
-        seconds += self.rules.reduce_copies * self.model.copy_s(cost.device, size)
+        pack = self.rules.reduce_copies * self.model.copy_s(cost.device, size)
         rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
-        self.reductions[rank.rank].append(self._comm(rank, seconds, [after], f"reduce {action} u{index}"))
+        label = f"reduce {action} u{index}"
+        self.reductions[rank.rank].append(self._comm(rank, seconds + pack, [after], label, inline=self.rules.reduce_inline))
 
     def _all_reduce(self, rank: RankStep, cost: StageCost, size: float, after: list[int], *, overlapped: bool, label: str) -> None:
         if size <= 0:
             return
         seconds = self.model.network.collective("all_reduce", size, cost.dp_shape).seconds
-        seconds += self.rules.bucket_copies * self.model.copy_s(cost.device, size)
         degree = cost.dp_shape.size
         rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + 2 * size * (degree - 1) / degree
         stream_overlaps = overlapped and self.sim.plan.collectives.overlap_grad_reduce
@@ -270,9 +281,9 @@ class _PipelineTasks:
             task = self._compute(rank, {"dp_comm": seconds}, after, label, "dp_comm")
         self.reductions[rank.rank].append(task)
 
-    def _comm(self, rank: RankStep, seconds: float, after: list[int], label: str) -> int:
-        """A sharded-parameter collective: on its own stream, or in line where the runtime waits for it at once."""
-        if self.rules.sharded_collectives_inline:
+    def _comm(self, rank: RankStep, seconds: float, after: list[int], label: str, *, inline: bool) -> int:
+        """A sharded-state collective: on its own stream, or in line where the runtime waits for it at once."""
+        if inline:
             return self._compute(rank, {"dp_comm": seconds}, after, label, "dp_comm")
         return self.engine.task(rank.comm, seconds, after=after, label=label, terms={"dp_comm": seconds}, wait_term="dp_comm")
 
