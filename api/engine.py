@@ -51,17 +51,27 @@ class Engine:
 
     def capture(self, document: Mapping[str, Any], name: str, progress: ProgressSink = ignore) -> ModelGraph:
         """The op graph of a checked model document. Isolated: imports torch for a config."""
-        if is_graph(document):
-            return ModelGraph.parse(dict(document))
-        from profiler.capture import capture_config
+        from profiler.sources import model_from_document
 
-        return capture_config(dict(document), name)
+        return model_from_document(document, name=name)
 
     def load_model(self, text: str) -> ModelGraph:
         """The command line's MODEL: file, preset or ``package.module:factory``. Never called for a request."""
         from profiler.sources import load_model
 
         return load_model(text)
+
+    def model_presets(self) -> list[str]:
+        """Names of the built-in model configs."""
+        from profiler.sources import preset_names
+
+        return preset_names()
+
+    def model_preset(self, name: str) -> dict[str, Any]:
+        """The config of one of :meth:`model_presets`."""
+        from profiler.sources import read_preset
+
+        return read_preset(name)
 
     # clusters and profiles -------------------------------------------------------------------------------------------
 
@@ -70,6 +80,18 @@ class Engine:
         from profiler.catalogue import resolve_cluster
 
         return resolve_cluster(cluster)
+
+    def devices(self) -> list[dict[str, Any]]:
+        """The device catalogue, with the source of each number."""
+        from profiler.catalogue import list_devices
+
+        return [device.model_dump(mode="json") for device in list_devices()]
+
+    def node_presets(self) -> list[dict[str, Any]]:
+        """The node presets of the catalogue."""
+        from profiler.catalogue import list_presets
+
+        return [preset.model_dump(mode="json") for preset in list_presets()]
 
     def local_cluster(self, num_devices: int, progress: ProgressSink = ignore) -> ClusterSpec:
         """This machine as a cluster of ``num_devices`` devices. Isolated: looks at the machine with torch."""
@@ -108,8 +130,8 @@ class Engine:
         prediction = self.estimate(graph, cluster, workload, plan, profile)
         search = SearchRecord(candidates=1, priced=1, confirmed=1)
         explanation = (f"strategy '{strategy}' was given: nothing else was searched",)
-        if not fits(prediction.memory, workload):
-            limit = memory_limit(prediction.memory, workload)
+        if not fits(prediction):
+            limit = memory_limit(prediction.memory)
             return PlanAnswer(
                 status="infeasible", search=search, rejected={"memory": 1}, limits=(limit,), explanation=explanation,
                 assumptions=prediction.assumptions,
@@ -151,10 +173,12 @@ class Engine:
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
     ) -> dict[str, Any]:
         """Chrome/Perfetto trace of one predicted step."""
+        from simulator.cost_model import CostModel
         from simulator.predict import simulate
         from simulator.trace import chrome_trace
 
-        return chrome_trace(simulate(graph, cluster, workload, plan, profile))
+        model = CostModel(graph, cluster, workload, profile)
+        return chrome_trace(model, plan, simulate(model, plan))
 
     # executions ------------------------------------------------------------------------------------------------------
 
@@ -194,19 +218,16 @@ class Engine:
         return compare(prediction, measurement)
 
 
-def usable_bytes(memory: MemoryPrediction, workload: TrainingSpec) -> float:
-    """Device memory that a plan may fill: the capacity less the workload's margin."""
-    return memory.capacity_bytes * (1 - workload.limits.memory_margin_fraction)
+def fits(prediction: Prediction) -> bool:
+    """Whether every rank keeps below its capacity, allocator margin and process baseline included."""
+    from simulator.predict import fits as every_rank_fits
+
+    return every_rank_fits(prediction)
 
 
-def fits(memory: MemoryPrediction, workload: TrainingSpec) -> bool:
-    """Whether the peak stays within the usable memory."""
-    return memory.peak_bytes + memory.baseline_bytes <= usable_bytes(memory, workload)
-
-
-def memory_limit(memory: MemoryPrediction, workload: TrainingSpec) -> BrokenLimit:
+def memory_limit(memory: MemoryPrediction) -> BrokenLimit:
     """The memory limit that a plan breaks, by how much, and what would help."""
-    needed, available = memory.peak_bytes + memory.baseline_bytes, usable_bytes(memory, workload)
+    needed, available = memory.reserved_bytes or memory.peak_bytes, memory.capacity_bytes
     largest = max(memory.terms, key=lambda term: memory.terms[term], default="activations")
     help_by_term = {
         "activations": "recompute=full or a smaller micro_batch",
@@ -221,7 +242,7 @@ def memory_limit(memory: MemoryPrediction, workload: TrainingSpec) -> BrokenLimi
         needed=needed,
         available=available,
         unit="bytes",
-        message=f"rank {memory.peak_rank} needs {format_bytes(needed)} of {format_bytes(available)} usable, "
+        message=f"device {memory.peak_rank} needs {format_bytes(needed)} with margin and baseline, has {format_bytes(available)}: "
         f"{format_bytes(needed - available)} too much; the largest term is {largest} "
         f"({format_bytes(memory.terms.get(largest, 0.0))})",
         relaxations=(help_by_term.get(largest, "more devices"),),

@@ -184,7 +184,7 @@ def kind_of(text: str) -> str:
     lower = text.lower()
     for kind, words in {
         "recompute": ("recompute",),
-        "comm": ("comm", "reduce", "gather", "scatter", "send", "recv", "p2p", "all_to_all", "broadcast"),
+        "comm": ("comm", "pipeline", "reduce", "gather", "scatter", "send", "recv", "p2p", "all_to_all", "broadcast"),
         "optimizer": ("optim",),
         "backward": ("backward", "bwd"),
         "forward": ("forward", "fwd"),

@@ -63,7 +63,7 @@ class InputReader:
     def _store_model(self, data: dict[str, Any]) -> tuple[StoredDocument, bool]:
         self._engine.check_model(data)
         if is_graph(data):
-            graph = ModelGraph.parse(data)
+            graph = self._engine.capture(data, "posted")  # a graph is parsed and priced, nothing of it runs
             row, created = self._store.put_document(
                 "model",
                 name=graph.name,
@@ -104,18 +104,15 @@ class InputReader:
         return rows
 
     def find(self, kind: str, identifier: str) -> StoredDocument:
-        """The stored document with that id; raises :class:`InvalidInput`, naming the nearest id."""
+        """The stored document with that id, or the model preset of that name; raises :class:`InvalidInput` with the nearest."""
         row = self._store.document(kind, identifier)
-        if row is None:
-            known = self._store.document_ids(kind)
-            raise InvalidInput.single(
-                "unknown_id",
-                f"there is no {kind} '{identifier}'",
-                actual=identifier,
-                nearest=nearest_name(identifier, known),
-                subject=kind,
-            )
-        return row
+        if row is not None:
+            return row
+        presets = self._engine.model_presets() if kind == "model" else []
+        if identifier in presets:
+            return self._store_model({"name": identifier, **self._engine.model_preset(identifier)})[0]
+        near = nearest_name(identifier, [*presets, *self._store.document_ids(kind)])
+        raise InvalidInput.single("unknown_id", f"there is no {kind} '{identifier}'", actual=identifier, nearest=near, subject=kind)
 
     def is_local(self, cluster: ClusterSpec) -> bool:
         """Whether this is the cluster that the operator registered as this machine."""

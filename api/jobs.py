@@ -18,13 +18,13 @@ from typing import Any
 
 from dbos import DBOS, DBOSConfig, SetWorkflowID
 
+from api.documents import full
 from api.engine import Engine
 from api.inputs import InputReader
 from api.isolate import UnexpectedError, isolated
-from api.problems import problem_of
+from api.problem_body import problem_of
 from api.settings import Settings
 from api.store import Job, Store
-from specs.base import Document
 from specs.errors import ExecutionFailed, Infeasible, InvalidInput, MeshwrightError, NoAnswerInTime
 from specs.measurement import Measurement
 from specs.plan import Plan
@@ -213,11 +213,6 @@ def _outcome(job_id: str, work: Callable[[Jobs, Job], None]) -> bool:
     else:
         return True
     return False
-
-
-def full(document: Document) -> dict[str, Any]:
-    """JSON form with every key, defaults too: what clients read."""
-    return document.model_dump(mode="json")
 
 
 # steps -----------------------------------------------------------------------------------------------------------------

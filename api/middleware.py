@@ -12,7 +12,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.problems import ApiProblem, response_of
+from api.problem_body import ApiProblem
+from api.problems import response_of
 
 logger = logging.getLogger("meshwright.api")
 _SAFE_ID = re.compile(r"^[A-Za-z0-9._\-]{1,64}$")

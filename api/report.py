@@ -12,12 +12,12 @@ from markupsafe import Markup
 
 from api import figures
 from api.demo_result import DemoResult, Run, scores_of, subject_of
+from api.stage_table import stage_rows
 from api.store import now_utc
 from specs.answer import PlanAnswer
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
 from specs.measurement import Comparison, Measurement
-from specs.plan import Plan, Stage
 from specs.prediction import Prediction
 from specs.terms import MEMORY_TERMS, TIME_TERMS
 from specs.training import TrainingSpec
@@ -104,39 +104,6 @@ def term_rows(prediction: Prediction | None, run: Run | None) -> list[dict[str, 
                 }
             )
     return rows
-
-
-def stage_rows(plan: Plan) -> list[dict[str, Any]]:
-    """One row per stage, for people."""
-    return [
-        {"pipeline": number, "stage": index, **stage_row(stage)}
-        for number, pipeline in enumerate(plan.pipelines)
-        for index, stage in enumerate(pipeline.stages)
-    ]
-
-
-def stage_row(stage: Stage) -> dict[str, Any]:
-    """A stage in words: devices, units, mesh, sharding, recompute."""
-    modes = ", ".join(f"{run.mode} (units {run.first_unit}-{run.first_unit + run.num_units - 1})" for run in stage.recompute)
-    mesh = " × ".join(
-        f"{axis} {degree}" for axis, degree in (("dp", stage.mesh.dp), ("cp", stage.mesh.cp), ("tp", stage.mesh.tp)) if degree > 1
-    )
-    return {
-        "devices": device_ranges(stage.devices),
-        "units": f"{stage.first_unit}-{stage.first_unit + stage.num_units - 1}" if stage.num_units > 1 else str(stage.first_unit),
-        "mesh": mesh or "1 device", "zero": stage.zero, "recompute": modes or "none",
-    }  # fmt: skip
-
-
-def device_ranges(devices: Sequence[int]) -> str:
-    """``0-7, 16`` instead of every number."""
-    parts: list[list[int]] = []
-    for device in sorted(devices):
-        if parts and device == parts[-1][1] + 1:
-            parts[-1][1] = device
-        else:
-            parts.append([device, device])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _memory_figure(result: DemoResult, prediction: Prediction) -> dict[str, Any]:

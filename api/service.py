@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, Query, Request
+from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from api.engine import Engine
 from api.inputs import InputReader, Inputs
 from api.isolate import isolated
 from api.jobs import Jobs
-from api.problems import ApiProblem
+from api.problem_body import ApiProblem
 from api.settings import LOCAL_CLUSTER_ID, Settings
 from api.store import Job, Store, StoredDocument
 from api.stream import EventHub
-from specs.errors import Violation, nearest_name
+from specs.errors import InvalidInput, Violation, nearest_name
 from specs.graph import ModelGraph
 
 CAPTURE_LIMIT_S = 600.0
@@ -157,3 +162,22 @@ def job_resource(job: Job) -> dict[str, Any]:
 def page(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     """A page and the cursor of the next one."""
     return {"items": items, "next": items[-1]["id"] if len(items) == limit else None}
+
+
+@contextmanager
+def exclusive(url: str) -> Iterator[None]:
+    """Hold a SQLite database for one service: two on one file would run each other's jobs. PostgreSQL has executor ids."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite" or not parsed.database:
+        yield
+        return
+    path = Path(parsed.database).absolute().with_suffix(".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InvalidInput.single(
+                "database_in_use", f"another service uses {parsed.database}", loc=("database_url",), subject="settings"
+            ) from None
+        yield

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
+from sqlalchemy import make_url
 
 from specs.base import Spec, violations_of
 from specs.errors import InvalidInput
@@ -48,6 +49,11 @@ class Settings(Spec):
         if scheme in ("postgres", "postgresql"):
             return f"postgresql+psycopg{separator}{rest}"
         return self.database_url
+
+    @property
+    def shown_url(self) -> str:
+        """:attr:`url` without its password."""
+        return make_url(self.url).render_as_string(hide_password=True)
 
     @property
     def is_loopback(self) -> bool:

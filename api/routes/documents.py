@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 from fastapi.responses import JSONResponse
 
-from api.problems import ApiProblem
+from api.problem_body import ApiProblem
 from api.routes import examples
 from api.schemas import DocumentResource, Page, Problem
 from api.service import PLURALS, Before, Limit, ServiceDep, document_resource, page

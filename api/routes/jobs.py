@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
-from api.problems import ApiProblem
+from api.problem_body import ApiProblem
 from api.schemas import JobResource, Page
 from api.service import PLURALS, Before, Limit, Service, ServiceDep, job_resource, page
 from api.store import Job

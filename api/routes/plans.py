@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 from fastapi.responses import HTMLResponse, JSONResponse
 
+from api.documents import full
 from api.engine import fits
-from api.jobs import full
-from api.problems import ApiProblem
+from api.problem_body import ApiProblem
 from api.report import plan_report
 from api.routes import examples
 from api.routes.documents import PROBLEMS
@@ -137,4 +137,4 @@ def create_estimate(service: ServiceDep, request: EstimateBody) -> JSONResponse:
     else:
         plan = service.engine.plan_of(request.strategy or "", graph, inputs.cluster, inputs.workload)
     prediction = service.engine.estimate(graph, inputs.cluster, inputs.workload, plan, inputs.profile)
-    return JSONResponse({"plan": full(plan), "prediction": full(prediction), "fits": fits(prediction.memory, inputs.workload)})
+    return JSONResponse({"plan": full(plan), "prediction": full(prediction), "fits": fits(prediction)})

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Body
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from api.jobs import full
-from api.problems import ApiProblem
+from api.documents import full
+from api.problem_body import ApiProblem
 from api.routes import examples
 from api.routes.documents import PROBLEMS, stored
 from api.routes.jobs import accepted, add_job_routes, add_list_route, answered

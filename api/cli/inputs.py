@@ -1,0 +1,102 @@
+"""Arguments that name documents: files, presets, and this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from api.engine import Engine
+from specs.base import Document, read_mapping
+from specs.cluster import ClusterSpec
+from specs.errors import InvalidInput, MeshwrightError
+from specs.graph import ModelGraph
+from specs.plan import Plan
+from specs.prediction import Prediction
+from specs.profile import Profile
+from specs.training import TrainingSpec
+
+Kind = TypeVar("Kind", bound=Document)
+
+ModelOption = Annotated[str, typer.Option("--model", help="HF config.json, op graph, preset name, or package.module:factory.")]
+ClusterOption = Annotated[
+    str, typer.Option("--cluster", help="Cluster file (YAML, JSON, TOML), or local[:N]: N worker processes of this machine.")
+]
+WorkloadOption = Annotated[Path, typer.Option("--workload", help="Workload file (YAML, JSON, TOML).")]
+ProfileOption = Annotated[Path | None, typer.Option("--profile", help="Measured profile; none: efficiency models.")]
+
+
+class Given:
+    """The documents that a command line names; everything wrong with any of them is reported at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._violations: list[Any] = []
+
+    def read(
+        self, model: str, cluster: str, workload: Path, profile: Path | None
+    ) -> tuple[ModelGraph, ClusterSpec, TrainingSpec, Profile | None]:
+        """Graph, resolved cluster, workload and profile; the cheap documents first, capture last."""
+        spec = self._try(lambda: TrainingSpec.load(workload))
+        resolved = self._try(lambda: read_cluster(cluster, self._engine))
+        measured = None if profile is None else self._try(lambda: Profile.load(profile))
+        graph = self._try(lambda: self._engine.load_model(model))
+        if self._violations or graph is None or resolved is None or spec is None:
+            raise InvalidInput(self._violations, subject="command line")
+        return graph, resolved, spec, measured
+
+    def _try(self, load: Any) -> Any:
+        try:
+            return load()
+        except InvalidInput as error:
+            self._violations += error.violations
+            return None
+
+
+def read_cluster(text: str, engine: Engine) -> ClusterSpec:
+    """The resolved cluster of a file, or this machine for ``local[:N]``."""
+    name, _, count = text.partition(":")
+    if name == "local" and not Path(text).exists():
+        if count and not (count.isdigit() and 0 < int(count) <= 64):
+            raise InvalidInput.single(
+                "bad_device_count",
+                f"'{text}' is no local[:N]",
+                loc=("cluster",),
+                actual=count,
+                allowed="1 to 64",
+                subject="cluster",
+            )
+        return engine.resolve(engine.local_cluster(int(count or 2)))
+    return engine.resolve(ClusterSpec.load(text))
+
+
+def read_part(path: Path, kind: type[Kind], key: str) -> Kind:
+    """A document of ``kind`` from a file that is one, or that holds one under ``key`` (an answer or an estimate)."""
+    data = read_mapping(path)
+    if isinstance(data, dict) and isinstance(data.get(key), dict):
+        data = data[key]
+    elif isinstance(data, dict) and key in data and data[key] is None:
+        raise InvalidInput.single("no_such_part", f"{path} holds no {key} ({data.get('status', 'empty')})", subject=str(path))
+    return kind.parse(data, subject=f"{kind.kind} {path}")
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a plan file or in a whole answer."""
+    return read_part(path, Plan, "plan")
+
+
+def read_prediction(path: Path) -> Prediction:
+    """The prediction in a prediction file, an estimate or a whole answer."""
+    return read_part(path, Prediction, "prediction")
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a path that cannot be written is one clear error."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise MeshwrightError(f"cannot write {path}: {error.strerror}") from None

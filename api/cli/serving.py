@@ -1,0 +1,62 @@
+"""Verbs that run the service: serve, demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.cli.output import JsonOption, NoColorOption, output
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback a token is required.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 = any free one.")] = None,
+    database_url: Annotated[
+        str | None, typer.Option("--database-url", help="sqlite:///file or postgresql://user@host/name; none: a file of this user.")
+    ] = None,
+    local_devices: Annotated[
+        int | None, typer.Option("--local-devices", min=0, max=64, help="Register this machine as cluster 'local' of N processes.")
+    ] = None,
+    token: Annotated[str | None, typer.Option(envvar="MESHWRIGHT_TOKEN", help="Bearer token that requests must carry.")] = None,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    no_color: NoColorOption = False,
+) -> None:
+    """Serve the HTTP API. Jobs that a crash or a stop interrupted go on.
+
+    Example: meshwright serve --port 8321 --local-devices 2
+    """
+    import uvicorn
+
+    from api.app import create_app
+    from api.service import exclusive
+    from api.settings import load_settings
+
+    settings = load_settings(host=host, port=port, database_url=database_url, local_devices=local_devices, token=token)
+    app = create_app(settings)
+    with exclusive(settings.url):
+        output.note(f"Meshwright on http://{settings.host}:{settings.port}, API at /docs; database {settings.shown_url}")
+        uvicorn.run(app, host=settings.host, port=settings.port, log_level=log_level, timeout_graceful_shutdown=3)
+
+
+def demo(
+    out: Annotated[Path, typer.Option("-o", "--output", help="Folder for report.html, result.json and the database.")] = Path(
+        "demo"
+    ),
+    devices: Annotated[int, typer.Option(min=2, max=8, help="Worker processes that stand for devices.")] = 2,
+    steps: Annotated[int, typer.Option(min=3, help="Measured steps per plan.")] = 8,
+    as_json: JsonOption = False,
+    no_color: NoColorOption = False,
+) -> None:
+    """The main job end to end on this machine: serve, capture, profile, plan, execute, compare.
+
+    Example: meshwright demo --output demo
+    """
+    from api.cli.demo_view import DemoView
+    from api.demo import DemoOptions, run_demo
+
+    view = DemoView(output.err)
+    with view:
+        result = run_demo(DemoOptions(output_dir=out, num_devices=devices, steps=steps), view)
+    output.document(result.to_dict(), lambda console: view.show(console, result, out))
