@@ -157,8 +157,13 @@ def _child(sender: Connection, parent: int, call: Callable[..., Any], args: tupl
     sender.close()
 
 
-def _die_with_parent(parent: int) -> None:
+def set_parent_death_signal(number: int) -> None:
+    """Ask the kernel to send ``number`` to this process when the thread that started it ends (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def _die_with_parent(parent: int) -> None:
+    set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(143)

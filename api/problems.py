@@ -19,6 +19,7 @@ from specs.errors import InvalidInput, MeshwrightError, Violation
 logger = logging.getLogger("meshwright.api")
 MEDIA_TYPE = "application/problem+json"
 
+
 def response_of(error: BaseException, request: Request | None = None) -> JSONResponse:
     """The HTTP response of any error, with the request's id."""
     content = problem_of(error)

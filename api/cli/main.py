@@ -43,3 +43,7 @@ for verb in (
 def main() -> None:
     """Entry point of ``meshwright``."""
     app()
+
+
+if __name__ == "__main__":
+    main()

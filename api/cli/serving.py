@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ def serve(
     ] = None,
     token: Annotated[str | None, typer.Option(envvar="MESHWRIGHT_TOKEN", help="Bearer token that requests must carry.")] = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    stop_with_parent: Annotated[bool, typer.Option("--stop-with-parent", hidden=True)] = False,
     no_color: NoColorOption = False,
 ) -> None:
     """Serve the HTTP API. Jobs that a crash or a stop interrupted go on.
@@ -30,9 +32,12 @@ def serve(
     import uvicorn
 
     from api.app import create_app
+    from api.isolate import set_parent_death_signal
     from api.service import exclusive
     from api.settings import load_settings
 
+    if stop_with_parent:
+        set_parent_death_signal(signal.SIGTERM)
     settings = load_settings(host=host, port=port, database_url=database_url, local_devices=local_devices, token=token)
     app = create_app(settings)
     with exclusive(settings.url):
