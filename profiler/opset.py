@@ -11,7 +11,7 @@ forward, arXiv 2307.08691 §3.1). Bytes: each operand read once, each result wri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -91,6 +91,19 @@ class OpRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """Which kernels the workload runs: attention ``flash`` | ``math``, loss ``full`` | ``fused``."""
+
+    attention: str = "flash"
+    loss: str = "full"
+
+
+DEFAULT_KERNELS = Kernels()
+# A fused head and loss holds the logits of one chunk of tokens at a time; share of the whole [assumed].
+FUSED_LOSS_CHUNK = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
 class OpCost:
     """Symbolic totals of one op, as stored in the graph."""
 
@@ -111,6 +124,7 @@ class Call:
     outputs: tuple[Tensor, ...]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    kernels: Kernels = DEFAULT_KERNELS
 
     @property
     def needs_grad(self) -> bool:
@@ -252,6 +266,8 @@ def _attention(call: Call) -> OpRule:
     query, key, value = call.inputs[:3]
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
+    if call.kernels.attention == "math":
+        return _math_attention(call)
     one = product((batch, heads, q_len, kv_len, head_dim)) * 2
     causal = bool(call.kwargs.get("is_causal", call.args[5] if len(call.args) > 5 else False))
     forward_bytes = query.bytes + key.bytes + value.bytes + call.outputs[0].bytes
@@ -262,6 +278,23 @@ def _attention(call: Call) -> OpRule:
     backward = Kernel(OpClass.ATTENTION, one * 5, forward_bytes * 2, one * 4, dims, causal, backward=True)
     log_sum_exp_bytes = product((batch, heads, q_len)) * 4
     return OpRule(OpClass.ATTENTION, (forward,), (backward,), (0, 1, 2), (0,), log_sum_exp_bytes)
+
+
+def _math_attention(call: Call) -> OpRule:
+    """Two batched products and a softmax: the probabilities (s x s per head) are kept (arXiv 2205.05198, the 5as^2b term)."""
+    query, key = call.inputs[:2]
+    batch, heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    size, pairs = DTYPE_BYTES[query.dtype], product((batch, heads))
+    scores_bytes = product((batch, heads, q_len, kv_len)) * size
+    score = gemm_kernel(q_len, kv_len, head_dim, pairs, size)
+    apply = gemm_kernel(q_len, head_dim, kv_len, pairs, size)
+    forward = (score, memory_kernel(OpClass.SOFTMAX, scores_bytes * 4), apply)
+    if not call.needs_grad:
+        return OpRule(OpClass.ATTENTION, forward)
+    products = tuple(replace(kernel, backward=True) for kernel in (score, score, apply, apply))
+    backward = (*products, memory_kernel(OpClass.SOFTMAX, scores_bytes * 5, backward=True))
+    return OpRule(OpClass.ATTENTION, forward, backward, (0, 1, 2), (), scores_bytes, backward_workspace_bytes=scores_bytes * 2)
 
 
 # --- memory-bound ops -----------------------------------------------------------------------------------------------
@@ -351,6 +384,8 @@ def _cross_entropy(call: Call) -> OpRule:
     kept = logits.numel * 4
     forward = (memory_kernel(OpClass.LOSS, logits.bytes * 2 + kept),)
     backward = (memory_kernel(OpClass.LOSS, kept * 3 + logits.bytes, backward=True),) if logits.requires_grad else ()
+    if call.kernels.loss == "fused":
+        return OpRule(OpClass.LOSS, forward, backward, (1,), (), 0, backward_workspace_bytes=kept * FUSED_LOSS_CHUNK)
     return OpRule(OpClass.LOSS, forward, backward, (1,), (), kept, backward_workspace_bytes=kept)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from profiler.interpolate import curve
+from profiler.opset import Kernels
 from profiler.placement import place_block
 from simulator.efficiency import optimizer_time_s
 from simulator.network import GroupShape, Network
@@ -58,7 +59,10 @@ class CostModel:
     def pricer(self, device: str) -> OpPricer:
         """The op pricer of a device type."""
         if device not in self._pricers:
-            self._pricers[device] = OpPricer(self.device(device), self.precision.compute_dtype, self._device_profile(device))
+            kernels = Kernels(self.workload.attention_kernel, self.workload.loss_kernel)
+            self._pricers[device] = OpPricer(
+                self.device(device), self.precision.compute_dtype, self._device_profile(device), kernels
+            )
         return self._pricers[device]
 
     def unit(

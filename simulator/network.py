@@ -2,7 +2,7 @@
 
 Legend: S bytes of the full (unsharded) tensor, n ranks, k ranks per node, N = n / k nodes, B bandwidth [B/s], a latency [s].
 
-Ring all-reduce        2 (n-1)/n S / B + a (1 + log2 n)/... ; all-gather and reduce-scatter half the bytes; all-to-all (n-1)/n S / B
+Ring all-reduce        2 (n-1)/n S / B + a; all-gather and reduce-scatter half the bytes; all-to-all (n-1)/n S / B
 Two-level              reduce-scatter inside the node on S, all-reduce between nodes on S / k, all-gather inside
 Point to point         a + S / B
 
@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from profiler.interpolate import CollectiveTable, curve
 from specs.base import Provenance
-from specs.cluster import ClusterSpec, DevicePlace, Link, NodeGroup
+from specs.cluster import ClusterSpec, DevicePlace, Link, NodeGroup, PairLink
 from specs.profile import Profile
 
 # Share of the bytes S that passes through a rank's link, times n/(n-1).
@@ -28,13 +28,18 @@ VOLUME = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_a
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """How a group lies on the nodes. ``group``: index of the node group whose links it uses (the slowest, if several)."""
+    """How a group lies on the nodes. ``group``: index of the node group whose links it uses (the slowest, if several).
+
+    ``pair_*``: the slowest link between two nodes next to each other in the group, where the cluster names such pairs.
+    """
 
     size: int
     per_node: int
     num_nodes: int
     group: int
     devices_per_node: int
+    pair_bandwidth_bytes_per_s: float | None = None
+    pair_latency_s: float = 0.0
 
     @property
     def tier(self) -> str:
@@ -57,6 +62,7 @@ class Network:
         self.cluster = cluster
         self.places: list[DevicePlace] = cluster.device_table()
         self.table = CollectiveTable(profile) if profile is not None and profile.collectives else None
+        self._pairs = {frozenset((link.node_a, link.node_b)): link for link in cluster.pair_links}
         self._cache: dict[tuple[str, float, GroupShape], Priced] = {}
 
     def shape(self, ranks: Sequence[int]) -> GroupShape:
@@ -71,9 +77,17 @@ class Network:
             per_node[node] = per_node.get(node, 0) + 1
         groups = {self.places[rank].group for rank in ranks}
         slowest = min(groups, key=lambda index: self._uplink(self.cluster.nodes[index]).bandwidth_bytes_per_s)
+        pair = self._slowest_pair(sorted(per_node))
         return GroupShape(
-            len(ranks), max(per_node.values()), len(per_node), slowest, self.cluster.nodes[slowest].devices_per_node or 1
-        )
+            len(ranks), max(per_node.values()), len(per_node), slowest, self.cluster.nodes[slowest].devices_per_node or 1,
+            pair.bandwidth_bytes_per_s if pair else None, (pair.latency_s or 0.0) if pair else 0.0,
+        )  # fmt: skip
+
+    def _slowest_pair(self, nodes: list[int]) -> PairLink | None:
+        """The slowest named link on the ring through ``nodes``."""
+        steps = {frozenset((nodes[index - 1], node)) for index, node in enumerate(nodes) if len(nodes) > 1}
+        found = [self._pairs[step] for step in steps if step in self._pairs]
+        return min(found, key=lambda link: link.bandwidth_bytes_per_s) if found else None
 
     def _uplink(self, group: NodeGroup) -> Link:
         if group.inter is not None:
@@ -104,7 +118,11 @@ class Network:
         assert intra is not None
         if shape.num_nodes == 1:
             return self._one_tier(op, size_bytes, shape.size, intra, intra.bandwidth_bytes_per_s)
-        share = inter.bandwidth_bytes_per_s * shape.per_node / shape.devices_per_node / self.cluster.oversubscription
+        uplink = inter.bandwidth_bytes_per_s / self.cluster.oversubscription
+        if shape.pair_bandwidth_bytes_per_s is not None:
+            uplink = min(uplink, shape.pair_bandwidth_bytes_per_s)
+            inter = inter.replace(latency_s=max(inter.latency_s, shape.pair_latency_s))
+        share = uplink * shape.per_node / shape.devices_per_node
         if op == "p2p":
             return Priced(inter.latency_s + size_bytes / share, Provenance.FITTED)
         if op == "all_to_all":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profiler.interpolate import OpTable
-from profiler.opset import Call, OpClass, OpRule, describe
+from profiler.opset import DEFAULT_KERNELS, Call, Kernels, OpClass, OpRule, describe
 from profiler.placed import LocalOp, numeric_tensor
 from profiler.shapes import record_key
 from simulator.efficiency import defaults, kernel_time_s
@@ -43,7 +43,10 @@ FREE = OpPrice(0.0, 0.0, (), (), 0.0, 0.0, 0.0, Provenance.MEASURED, "view")
 class OpPricer:
     """Prices ops of one device type, optionally with its measured profile."""
 
-    def __init__(self, device: DeviceType, compute_dtype: str, profile: DeviceProfile | None = None) -> None:
+    def __init__(
+        self, device: DeviceType, compute_dtype: str, profile: DeviceProfile | None = None, kernels: Kernels = DEFAULT_KERNELS
+    ) -> None:
+        self.kernels = kernels
         self.device = device
         self.compute_dtype = compute_dtype
         self.profile = profile
@@ -58,8 +61,10 @@ class OpPricer:
             return FREE
         inputs = tuple(numeric_tensor(tensor, batch, seq, self.compute_dtype) for tensor in op.inputs)
         outputs = tuple(numeric_tensor(tensor, batch, seq, self.compute_dtype) for tensor in op.outputs)
-        rule = describe(Call(op.op.target, inputs, outputs, op.op.args, op.op.kwargs))
-        found = self.table.lookup(record_key(op, batch, seq, self.compute_dtype)) if self.table is not None else None
+        rule = describe(Call(op.op.target, inputs, outputs, op.op.args, op.op.kwargs, self.kernels))
+        found = None
+        if self.table is not None and self._is_measured_kernel(op.op_class):
+            found = self.table.lookup(record_key(op, batch, seq, self.compute_dtype))
         if found is not None:
             return self._measured(op, rule, found.forward_s, found.backward_s, found.provenance, found.record, block)
         forward = sum(max(kernel_time_s(kernel, self.device, self.compute_dtype), self.launch_s) for kernel in rule.forward)
@@ -69,6 +74,11 @@ class OpPricer:
             forward, backward, rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes), 0.0,
             float(rule.backward_workspace_bytes), source, op.op.target, rule.known,
         )  # fmt: skip
+
+    def _is_measured_kernel(self, op_class: OpClass) -> bool:
+        """Profiles measure torch's default kernels: flash attention and the full loss."""
+        special = {OpClass.ATTENTION: self.kernels.attention != "flash", OpClass.LOSS: self.kernels.loss != "full"}
+        return not special.get(op_class, False)
 
     def _measured(
         self,

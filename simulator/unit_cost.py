@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from profiler.opset import FUSED_LOSS_CHUNK, OpClass
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
 from simulator.network import GroupShape, Network
 from simulator.pricing import OpPrice, OpPricer
@@ -68,7 +69,7 @@ def unit_cost(
 ) -> UnitCost:
     """Price every op and collective of a placed block and walk its memory."""
     prices = [pricer.price(op, batch, seq, placed.block.name) for op in placed.ops]
-    walk = _MemoryWalk(placed, prices, batch, seq, pricer.compute_dtype, recompute)
+    walk = _MemoryWalk(placed, prices, batch, seq, pricer, recompute)
     forward = sum(price.forward_s for price in prices)
     backward = sum(price.backward_s for price in prices)
     comm = _Collectives(placed, network, tp_shape, batch, seq, pricer.compute_dtype)
@@ -144,15 +145,19 @@ class _MemoryWalk:
     """Bytes held while the block's ops run forward and backward, by the storage each tensor lives in."""
 
     def __init__(
-        self, placed: PlacedBlock, prices: list[OpPrice], batch: int, seq: int, dtype: str, recompute: RecomputeChoice
+        self, placed: PlacedBlock, prices: list[OpPrice], batch: int, seq: int, pricer: OpPricer, recompute: RecomputeChoice
     ) -> None:
-        self.placed, self.prices, self.batch, self.seq, self.dtype = placed, prices, batch, seq, dtype
+        self.placed, self.prices, self.batch, self.seq, self.dtype = placed, prices, batch, seq, pricer.compute_dtype
         self.recompute = recompute
         self.weights = {name for name, tensor in placed.params.items() if tensor.kind in ("param", "buffer")}
         self.sizes: dict[str, float] = {}
         for tensor in (*placed.inputs, *(t for op in placed.ops for t in (*op.inputs, *op.outputs))):
             self.sizes.setdefault(tensor.root, 0.0)
             self.sizes[tensor.root] = max(self.sizes[tensor.root], self.bytes_of(tensor))
+        if pricer.kernels.loss == "fused":
+            for op in placed.ops:
+                if op.op_class == OpClass.LOSS:
+                    self.sizes[op.inputs[0].root] *= FUSED_LOSS_CHUNK
         self.saved_by_op = [self._saved(op, price) for op, price in zip(placed.ops, prices, strict=True)]
         self.kept_by_op = [set() if self._recomputed(op) else saved for op, saved in zip(placed.ops, self.saved_by_op, strict=True)]
 

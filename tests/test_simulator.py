@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from simulator.cost_model import CostModel
+from simulator.network import Network
 from simulator.predict import fits, predict, simulate
 from simulator.trace import chrome_trace
 from simulator.unit_cost import RecomputeChoice, UnitCost
@@ -208,3 +209,54 @@ def test_same_input_same_prediction() -> None:
     plan = make_plan(model.graph, dp=2, pp=2, num_micro_batches=4, zero=1)
     first = predict(model.graph, model.cluster, model.workload, plan)
     assert first.to_json() == predict(model.graph, model.cluster, model.workload, plan).to_json()
+
+
+def test_a_slow_pair_of_nodes_limits_groups_that_cross_it() -> None:
+    cluster = gpu_cluster(8, nodes=4)
+    slow = cluster.replace(pair_links=({"node_a": 0, "node_b": 2, "bandwidth_bytes_per_s": 1e9},))
+    fast_network, slow_network = Network(cluster), Network(slow)
+    size = 1e9
+    for ranks, slower in (((0, 1), False), ((0, 2), False), ((0, 4), True), ((2, 4), False)):
+        before = fast_network.p2p(size, *ranks).seconds
+        after = slow_network.p2p(size, *ranks).seconds
+        assert (after > before * 10) == slower, ranks
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"])
+def test_collectives_are_monotone_and_free_alone(op: str) -> None:
+    network = Network(gpu_cluster(16, nodes=2))
+    shape = network.shape((0, 1) if op == "p2p" else range(8))
+    times = [network.collective(op, size, shape).seconds for size in (1e3, 1e5, 1e7, 1e9)]
+    assert times == sorted(times)
+    assert network.collective(op, 1e9, network.shape((0,))).seconds == 0.0
+    across = network.collective(op, 1e8, network.shape((7, 8) if op == "p2p" else range(16))).seconds
+    assert across > network.collective(op, 1e8, shape).seconds
+
+
+def test_large_ring_all_reduce_is_bandwidth_bound() -> None:
+    """2 (n-1)/n S / B with B at 80 % of the link where no bus bandwidth was measured."""
+    network = Network(gpu_cluster(8))
+    assert network.collective("all_reduce", 1e10, network.shape(range(8))).seconds == pytest.approx(
+        2 * 7 / 8 * 1e10 / (0.8 * 300e9), rel=0.01
+    )
+
+
+def test_math_attention_keeps_the_probabilities() -> None:
+    """The s x s term of arXiv 2205.05198 (2as^2b without dropout), which flash attention does not have."""
+    workload = TrainingSpec(global_batch=8, seq_len=SEQ, attention_kernel="math")
+    model = CostModel(gpt_graph(), gpu_cluster(8), workload)
+    math = model.unit("layer", device="toy", tp_shape=model.network.shape((0,)), sequence_parallel=False, batch=BATCH)
+    assert math.saved_bytes == 32 * SBH + NORMS + 2 * BATCH * HEADS * SEQ**2
+    assert math.forward_s > layer_cost().forward_s
+
+
+def test_fused_loss_does_not_hold_the_logits() -> None:
+    graph = llama_graph(2, vocab=32768)
+    saved = {}
+    for kernel in ("full", "fused"):
+        model = CostModel(graph, gpu_cluster(1), TrainingSpec(global_batch=8, seq_len=128, loss_kernel=kernel))
+        unit = model.unit("tail", device="toy", tp_shape=model.network.shape((0,)), sequence_parallel=False, batch=8)
+        saved[kernel] = unit.saved_bytes + unit.backward_peak_bytes
+    logits = 8 * 128 * 32768
+    assert saved["full"] >= logits * (2 + 4 + 4)
+    assert saved["fused"] < logits
