@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,6 @@ from torch.export import Dim, ExportedProgram
 from specs.errors import InvalidInput, nearest_name
 
 Axes = Mapping[str, Mapping[int, str]]
-MAX_REFINEMENTS = 3
 
 
 def export_module(model: nn.Module, example_args: Any, dynamic: Axes | None, name: str) -> tuple[ExportedProgram, dict[str, Any]]:
@@ -28,17 +26,13 @@ def export_module(model: nn.Module, example_args: Any, dynamic: Axes | None, nam
     arguments = _bind(model, example_args, name)
     axes = {key: dict(value) for key, value in (default_axes(arguments) if dynamic is None else dynamic).items()}
     _check_axes(arguments, axes, name)
-    arguments = {key: _widened(value, axes.get(key, {})) for key, value in arguments.items()}
-    shapes = _dynamic_shapes(arguments, axes)
-    for _ in range(MAX_REFINEMENTS):
-        try:
-            return _export(model, arguments, shapes), axes
-        except Exception as error:  # export raises many types of its own; each is a property of the module given
-            refined = _refined(error, shapes)
-            if refined is None:
-                raise _not_exportable(error, name) from error
-            shapes = refined
-    raise _not_exportable(RuntimeError("the dynamic sizes don't settle"), name)
+    arguments = {key: _example(value, axes.get(key, {})) for key, value in arguments.items()}
+    # every dim gets a symbol of its own; those of one axis are the same size to us (profiler.capture_sizes)
+    shapes = {key: dict.fromkeys(axes[key], Dim.DYNAMIC) if key in axes else None for key in arguments}
+    try:
+        return _export(model, arguments, shapes), axes
+    except Exception as error:  # export raises many types of its own; each is a property of the module given
+        raise _not_exportable(error, name) from error
 
 
 def default_axes(arguments: Mapping[str, Any]) -> Axes:
@@ -97,34 +91,18 @@ def _check_axes(arguments: Mapping[str, Any], axes: Axes, name: str) -> None:
                 )  # fmt: skip
 
 
-def _widened(value: Any, dims: Mapping[int, str]) -> Any:
-    """A size of 1 is taken for a constant by export, so such an example grows to 2 along its dynamic dims."""
-    if not any(value.shape[dim] < 2 for dim in dims):
+def _example(value: Any, dims: Mapping[int, str]) -> Any:
+    """A tensor of its own for each argument: export takes one object given twice for one input, and a size of 1 for a constant,
+    so an example grows to 2 along its dynamic dims."""
+    if not isinstance(value, Tensor):
         return value
     return value.new_zeros([2 if index in dims and size < 2 else size for index, size in enumerate(value.shape)])
-
-
-def _dynamic_shapes(arguments: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
-    symbols = {"B": Dim("B"), "S": Dim("S")}
-    return {key: {dim: symbols[axis] for dim, axis in axes[key].items()} if key in axes else None for key in arguments}
 
 
 def _export(model: nn.Module, arguments: Mapping[str, Any], shapes: Mapping[str, Any]) -> ExportedProgram:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.export.export(model, (), dict(arguments), dynamic_shapes=dict(shapes), strict=False)
-
-
-def _refined(error: Exception, shapes: dict[str, Any]) -> dict[str, Any] | None:
-    """Follow export's own advice (``S <= 2048``, ``S = 8*_S``) as long as it keeps both axes symbolic."""
-    message = str(error)
-    if "Suggested fixes" not in message or re.search(r"^\s*[BS] = \d+\s*$", message, flags=re.MULTILINE):
-        return None
-    try:
-        refined = torch.export.dynamic_shapes.refine_dynamic_shapes_from_suggested_fixes(message, shapes)
-    except Exception:  # advice that torch itself can't apply
-        return None
-    return dict(refined) if isinstance(refined, Mapping) else None
 
 
 def _not_exportable(error: Exception, name: str) -> InvalidInput:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 from specs.errors import InvalidInput
 from specs.expr import Expr
@@ -42,8 +43,17 @@ class SizeTable:
 
 
 def _expression(size: Any) -> sympy.Expr:
+    """The size as sympy writes it, a rounded-down quotient that the export has proved to be whole as a plain one."""
     node = getattr(size, "node", None)
-    return sympy.sympify(size if node is None else node.expr)
+    if node is None:
+        return sympy.sympify(size)
+    expression = node.expr
+    whole = {
+        quotient: quotient.args[0] / quotient.args[1]
+        for quotient in expression.atoms(FloorDiv)
+        if Mod(*quotient.args) in node.shape_env.divisible
+    }
+    return expression.xreplace(whole)
 
 
 def _number(value: Any) -> float:

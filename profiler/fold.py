@@ -79,6 +79,7 @@ class _Folder:
         names.update({ref: f"input {index}" for index, ref in enumerate(interface.inputs)})
         names.update({ref: f"param {index}" for index, ref in enumerate(interface.params)})
         content = {
+            "container": unit.container,
             "inputs": [_form(self.tensors[ref]) for ref in interface.inputs],
             "params": [self._param_form(ref, unit) for ref in interface.params],
             "ops": [_op_form(op, names, unit) for op in unit.ops],
@@ -274,7 +275,7 @@ def _block_name(unit: Unit) -> str:
     if unit.prefix:
         last = (unit.container if unit.index is not None else unit.prefix).rpartition(".")[2]
         return last if last and not last.isdigit() else "block"
-    firsts = {op.module_path.partition(".")[0] for op in unit.ops}
+    firsts = {op.module_path.partition(".")[0] for op in unit.ops if op.module_path}
     only = next(iter(firsts)) if len(firsts) == 1 else ""
     return only if only and not only.isdigit() else "model"
 

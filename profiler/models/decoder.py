@@ -120,4 +120,5 @@ class CausalLM(nn.Module):
 
     def reset_buffers(self) -> None:
         """Recompute every non-persistent buffer; call after ``to_empty``."""
-        reset_buffers(self)
+        for child in self.children():
+            reset_buffers(child)

@@ -35,8 +35,10 @@ def init_parameters(module: nn.Module, seed: int, *, prefix: str = "") -> None:
 
 
 def reset_buffers(module: nn.Module) -> None:
-    """Call ``reset_buffers`` of every submodule that has one (never the module's own), after ``to_empty``."""
-    for child in module.modules():
-        reset = getattr(child, "reset_buffers", None)
-        if child is not module and callable(reset):
-            reset()
+    """Recompute the non-persistent buffers of a module and everything in it, after ``to_empty``."""
+    own = getattr(module, "reset_buffers", None)
+    if callable(own):
+        own()
+        return
+    for child in module.children():
+        reset_buffers(child)
