@@ -37,6 +37,7 @@ logger = logging.getLogger("meshwright.jobs")
 WORKFLOW_VERSION = "1"
 PLAN_QUEUE, DEVICE_QUEUE = "meshwright-plans", "meshwright-devices"
 PROGRESS_INTERVAL_S = 0.2
+SEARCH_GRACE_S = 60.0  # a search ends itself at its limit; this ends one that does not
 
 
 class JobCancelled(MeshwrightError):
@@ -229,10 +230,9 @@ def _search(jobs: Jobs, job: Job) -> None:
     from api.schemas import PlanOptions
 
     inputs, options = jobs.reader.load_job(job), PlanOptions.model_validate(job.request["options"])
-    grace_s = 30 + options.time_limit_s  # a search ends itself; this ends one that does not
     answer = jobs.isolated(
         job, jobs.engine.plan, inputs.graph, inputs.cluster, inputs.workload, inputs.profile, options,
-        time_limit_s=options.time_limit_s + grace_s,
+        time_limit_s=options.time_limit_s + SEARCH_GRACE_S,
     )  # fmt: skip
     jobs.store.add_result(job.id, {"answer": full(answer)})
     jobs.finish(job.id, {"infeasible": "infeasible", "timed_out": "timed_out"}.get(answer.status, "succeeded"))

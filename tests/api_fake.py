@@ -29,7 +29,7 @@ from specs.profile import DeviceProfile, Profile
 from specs.progress import Progress, ProgressSink, ignore
 from specs.training import TrainingSpec
 
-SLOW_TICKS, TICK_S = 300, 0.1
+SLOW_TICKS, TICK_S = int(os.environ.get("MESHWRIGHT_TEST_TICKS", "300")), 0.1
 CONFIG = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -99,6 +99,9 @@ class FakeEngine(Engine):
             return PlanAnswer(status="infeasible", limits=(limit,), rejected={"memory": 7})
         plan = plan_for(workload, options.strategy or "dp=2")
         return PlanAnswer(status="optimal", plan=plan, prediction=self.estimate(graph, cluster, workload, plan, profile))
+
+    def plan_of(self, strategy: str, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> Plan:
+        return plan_for(workload, strategy)
 
     def violations(self, plan: Plan, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> list[Violation]:
         return []
