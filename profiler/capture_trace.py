@@ -57,7 +57,7 @@ class _Tracer:
         self.names: set[str] = set()
         self.owners, self.aliases = _owners(model)
         self.trainable = {fqn for fqn, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
-        self.tied: dict[str, str] = {}
+        self.used: dict[str, dict[str, None]] = {}  # a shared parameter's first name -> the names that it is read by
 
     def run(self) -> Trace:
         placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
@@ -66,7 +66,26 @@ class _Tracer:
             if spec.kind != InputKind.USER_INPUT:
                 self._param(node, spec)
         results = self._walk(self.program.graph_module, "")
-        return Trace(inputs, self.params, self.ops, self._loss(results), tuple(sorted(self.tied.items())))
+        loss = self._loss(results)
+        return Trace(inputs, self._kept_params(), self.ops, loss, self._tied())
+
+    def _kept_params(self) -> dict[str, TracedParam]:
+        """Of a parameter with several names those that are read, or its first one."""
+        dropped = {
+            param_ref(alias)
+            for owner, aliases in self.aliases.items()
+            for alias in aliases
+            if alias not in self.used.get(owner, {owner: None})
+        }
+        return {ref: param for ref, param in self.params.items() if ref not in dropped}
+
+    def _tied(self) -> tuple[tuple[str, str], ...]:
+        """(alias, owner) for parameters that are read by several names; the owner is the first name that is read."""
+        pairs = []
+        for owner, names in self.used.items():
+            first = owner if owner in names else next(iter(names))
+            pairs += [(name, first) for name in names if name != first]
+        return tuple(sorted(pairs))
 
     # --- inputs and parameters --------------------------------------------------------------------------------------
 
@@ -98,11 +117,10 @@ class _Tracer:
 
     def _param_at(self, fqn: str, module_path: str) -> dict[str, str]:
         """A shared parameter goes by the name that it has in the module which reads it."""
-        for alias in self.aliases.get(fqn, ()):
-            if alias != fqn and alias.rpartition(".")[0] == module_path:
-                self.tied[alias] = fqn
-                return {"ref": param_ref(alias)}
-        return {"ref": param_ref(fqn)}
+        names = self.aliases.get(fqn, (fqn,))
+        name = next((alias for alias in names if alias.rpartition(".")[0] == module_path), fqn)
+        self.used.setdefault(fqn, {})[name] = None
+        return {"ref": param_ref(name)}
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,6 @@ class _Folder:
         self.tensors: dict[str, TensorSpec] = {tensor.name: tensor for tensor in trace.inputs}
         for op in trace.ops:
             self.tensors.update({tensor.name: tensor for tensor in op.outputs})
-        self._keys: dict[tuple[TracedOp, ...] | int, str] = {}
 
     # --- equality of units ------------------------------------------------------------------------------------------
 
@@ -104,19 +103,14 @@ class _Folder:
                 label = _unique(_block_name(unit), {block.name for block in blocks.values()})
                 blocks[key] = self._block(unit, face, outputs[key], label)
         segments, values = self._segments(units, keys, faces, readers, blocks)
-        unused = sorted(p.fqn for ref, p in self.trace.params.items() if not p.buffer and ref not in self._read_params(faces))
+        read = {ref for face in faces for ref in face.params}
+        unused = sorted(param.fqn for ref, param in self.trace.params.items() if not param.buffer and ref not in read)
         if unused:
             attributes["unused_parameters"] = unused
         return ModelGraph(
             name=name, source=source, inputs=self.trace.inputs, blocks=tuple(blocks.values()), segments=tuple(segments),
             loss=values[self.trace.loss], tied=self.trace.tied, attributes=attributes,
         )  # fmt: skip
-
-    def _read_params(self, faces: Sequence[_Interface]) -> set[str]:
-        """Parameters read anywhere, under any of their names."""
-        read = {ref for face in faces for ref in face.params}
-        same = {f"param:{alias}": f"param:{owner}" for alias, owner in self.trace.tied}
-        return read | {alias for alias, owner in same.items() if owner in read} | {same[ref] for ref in read if ref in same}
 
     def _readers(self, faces: Sequence[_Interface]) -> dict[str, set[int]]:
         """Tensor -> numbers of the units that read it; the loss is read from outside (-1)."""

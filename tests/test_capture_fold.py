@@ -286,6 +286,24 @@ def test_tied_weights_go_by_the_name_in_their_module() -> None:
     assert [segment.count for segment in graph.segments] == [1, 2, 1]
 
 
+def test_a_tied_weight_read_in_one_place_only_is_a_plain_parameter() -> None:
+    class OneUser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, 10, bias=False)
+            self.second = nn.Linear(WIDTH, 10, bias=False)
+            self.second.weight = self.first.weight
+            self.never = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(x).mean()
+
+    graph = capture_module(OneUser(), (torch.randn(3, WIDTH),))
+    assert graph.tied == ()
+    assert graph.num_params() == 10 * WIDTH
+    assert graph.attributes["unused_parameters"] == ["never.bias", "never.weight"]
+
+
 @pytest.mark.parametrize("kind", ["dense", "mixed", "skip"])
 def test_folding_changes_nothing(kind: str) -> None:
     """Unrolled, the folded graph is the very op sequence of the module whose layers can't fold (each of another width)."""
