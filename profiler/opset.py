@@ -399,12 +399,15 @@ def _copying(op_class: OpClass) -> Callable[[Call], OpRule]:
 
 
 def _indexing(call: Call) -> OpRule:
+    """Rows picked or added by index. Backward moves the same rows, into a zeroed tensor of the source's size when it gathers."""
     out = call.outputs[0]
-    backward = (
-        (memory_kernel(OpClass.INDEX, out.bytes * 2 + call.inputs[0].bytes, backward=True),) if call.inputs[0].requires_grad else ()
-    )
-    saved = tuple(index for index, tensor in enumerate(call.inputs) if tensor.dtype.startswith("int")) if call.needs_grad else ()
-    return OpRule(OpClass.INDEX, (memory_kernel(OpClass.INDEX, out.bytes * 2),), backward, saved)
+    forward = (memory_kernel(OpClass.INDEX, out.bytes * 2),)
+    if not call.needs_grad:
+        return OpRule(OpClass.INDEX, forward)
+    filled = call.inputs[0].bytes if call.inputs[0].requires_grad else 0
+    backward = (memory_kernel(OpClass.INDEX, out.bytes * 2 + filled, backward=True),)
+    saved = tuple(index for index, tensor in enumerate(call.inputs) if tensor.dtype.startswith("int"))
+    return OpRule(OpClass.INDEX, forward, backward, saved)
 
 
 def _reduction(call: Call) -> OpRule:
