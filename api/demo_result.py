@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -88,11 +89,12 @@ def subject_of(graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) 
 
 
 def check_losses(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> LossCheck:
-    """Compare step by step; a run with fewer steps than the reference, or with a loss that is no number, does not agree."""
-    pairs = list(zip(losses, reference, strict=False))
-    worst = max((abs(loss - expected) / abs(expected) for loss, expected in pairs), default=float("inf"))
-    agrees = len(pairs) > 0 and len(losses) <= len(reference) and worst <= tolerance
-    return LossCheck(max_relative_difference=worst, tolerance=tolerance, agrees=agrees)
+    """Compare step by step; a run with other than the reference's steps, or with a loss that is no number, does not agree."""
+    comparable = len(losses) == len(reference) > 0 and all(math.isfinite(loss) for loss in (*losses, *reference))
+    worst = math.inf
+    if comparable:
+        worst = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, reference, strict=True))
+    return LossCheck(max_relative_difference=worst, tolerance=tolerance, agrees=worst <= tolerance)
 
 
 def scores_of(runs: Sequence[Run]) -> Scores | None:

@@ -1,8 +1,8 @@
 """The one door from the service and the command line to capture, profiling, planning, execution and comparison.
 
 Heavy imports (torch, OR-tools) happen inside the methods: the service and ``--help`` start without them, and the service
-itself never loads torch, because it calls the methods marked *isolated* in a child process (``api.isolate``). An engine has
-no state, so it pickles.
+itself never loads torch, because it calls the methods marked *isolated* in a child process (``api.isolate``). An engine
+pickles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ def is_graph(document: Mapping[str, Any]) -> bool:
 
 
 class Engine:
-    """What Meshwright can do, in terms of documents."""
+    """What Meshwright can do, in terms of documents.
+
+    ``allow_factory``: a graph may name code of this machine (``package.module:factory``) to be built; only the command line
+    allows it, never the service.
+    """
+
+    def __init__(self, *, allow_factory: bool = False) -> None:
+        self.allow_factory = allow_factory
 
     # models ----------------------------------------------------------------------------------------------------------
 
@@ -107,7 +114,9 @@ class Engine:
         from profiler.measure import profile_cluster
 
         plans = [self.plan_of(text, graph, cluster, workload) for text in strategies] or None
-        return profile_cluster(graph, cluster, workload, plans=plans, progress=progress, quick=quick)
+        return profile_cluster(
+            graph, cluster, workload, plans=plans, progress=progress, quick=quick, allow_factory=self.allow_factory
+        )
 
     # plans -----------------------------------------------------------------------------------------------------------
 
@@ -209,7 +218,7 @@ class Engine:
         """Losses of the unsharded model in one process on the same data. Isolated: imports torch."""
         from executor.reference import reference_losses
 
-        return reference_losses(graph, workload, steps)
+        return reference_losses(graph, workload, steps, allow_factory=self.allow_factory)
 
     def compare(self, prediction: Prediction, measurement: Measurement) -> Comparison:
         """Predicted against measured, term by term."""

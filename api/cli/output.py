@@ -149,5 +149,5 @@ class _LineSink:
         if event.stage == self._stage and now - self._last < PLAIN_INTERVAL_S:
             return
         self._stage, self._last = event.stage, now
-        count = f" {event.done:g}/{event.total:g}" if event.total else ""
+        count = f" {event.done:.0f}/{event.total:.0f}" if event.total else ""
         self._console.print(f"{event.stage}{count} {event.message}".rstrip(), markup=False)

@@ -35,7 +35,7 @@ def capture(
 
     Example: meshwright capture examples/models/llama-demo.json -o graph.json
     """
-    graph = Engine().load_model(model)
+    graph = Engine(allow_factory=True).load_model(model)
     if out is not None:
         save_text(out, graph.to_json(indent=1) + "\n")
     output.document(graph.to_dict(), lambda console: show_graph(console, graph))
@@ -60,7 +60,7 @@ def plan(
     Example: meshwright plan --model llama-2-7b --cluster examples/clusters/two-a100-80g-nodes.yaml
     --workload examples/workloads/pretrain-8k.yaml -o plan.json
     """
-    engine = Engine()
+    engine = Engine(allow_factory=True)
     graph, resolved, spec, measured = Given(engine).read(model, cluster, workload, profile)
     options = PlanOptions(time_limit_s=time_limit_s, top=top, seed=seed, strategy=strategy)
     with progress_display(_improvement) as sink:
@@ -115,7 +115,7 @@ def estimate(
     Example: meshwright estimate --model llama-2-7b --cluster examples/clusters/two-a100-80g-nodes.yaml
     --workload examples/workloads/pretrain-8k.yaml --strategy "tp=8 dp=2 micro_batch=1 zero=1"
     """
-    engine = Engine()
+    engine = Engine(allow_factory=True)
     given = Given(engine).read(model, cluster, workload, profile)
     chosen = _chosen(engine, plan_file, strategy, given)
     prediction = engine.estimate(*given[:3], chosen, given[3])
@@ -148,7 +148,7 @@ def simulate(
     Example: meshwright simulate --model llama-demo --cluster local:2 --workload examples/workloads/demo.yaml
     --strategy "pp=2 micro_batch=1" --trace trace.json
     """
-    engine = Engine()
+    engine = Engine(allow_factory=True)
     given = Given(engine).read(model, cluster, workload, profile)
     chosen = _chosen(engine, plan_file, strategy, given)
     timeline = engine.trace(*given[:3], chosen, given[3])
@@ -172,7 +172,7 @@ def devices(
 
     Example: meshwright devices --detail
     """
-    engine = Engine()
+    engine = Engine(allow_factory=True)
     catalogue, presets = engine.devices(), engine.node_presets()
 
     def show(console: Console) -> None:

@@ -45,7 +45,7 @@ def profile(
 
     Example: meshwright profile --model llama-demo --workload examples/workloads/demo.yaml --cluster local:2 -o profile.json
     """
-    engine = Engine()
+    engine = Engine(allow_factory=True)
     graph, resolved, spec, _ = Given(engine).read(model, cluster, workload, None)
     with progress_display() as sink:
         measured = engine.profile(graph, resolved, spec, strategies=strategy or (), quick=quick, progress=sink)
@@ -81,7 +81,7 @@ def run(
 
     Example: meshwright run plan.json --model llama-demo --workload examples/workloads/demo.yaml --steps 10 -o measurement.json
     """
-    engine = Engine()
+    engine = Engine(allow_factory=True)
     chosen, spec = read_plan(plan_file), TrainingSpec.load(workload)
     measured_profile = None if profile_file is None else Profile.load(profile_file)
     graph = engine.load_model(model)
