@@ -1,0 +1,64 @@
+"""The launcher of a run's workers: ``python -m executor.launch <folder> <caller's process id>``.
+
+A process of its own between the caller and the workers: it has the workers' environment from its start (the allocator's
+settings work no other way), imports torch once, and lets torch elastic fork the workers from itself. It dies with its caller,
+and the workers die with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import uuid
+from pathlib import Path
+
+from executor.job import Job, LaunchReport, write_json
+from profiler.worker_env import die_with_parent
+
+MONITOR_INTERVAL_S = 0.05
+SHUTDOWN_TIMEOUT_S = 1
+
+
+def main(folder: Path, caller_pid: int) -> int:
+    """Run the job of ``folder``; the exit status is 0 when every worker succeeded."""
+    die_with_parent(caller_pid)
+    from executor.worker import LAUNCHER_PID
+
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    report = _launch(folder, Job.load(folder).plan.world_size)
+    write_json(folder / "launch.json", report)
+    return 1 if report.error else 0
+
+
+def _launch(folder: Path, world_size: int) -> LaunchReport:
+    """Start the workers through torch elastic and wait for them."""
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from executor.worker import worker_main
+
+    importlib.import_module("torch._dynamo")  # FSDP and checkpoint import it at their first use; here it is once for all
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=world_size, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0", rdzv_configs={"is_host": True}, local_addr="127.0.0.1", max_restarts=0,
+        monitor_interval=MONITOR_INTERVAL_S, start_method="fork", shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+    )  # fmt: skip
+    try:
+        elastic_launch(config, worker_main)(str(folder))
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return LaunchReport(exit_codes=codes, error=f"worker failed: ranks {sorted(codes)}")
+    except Exception as error:  # whatever the launcher library raises is the run's failure
+        return LaunchReport(error=f"{type(error).__name__}: {error}")
+    return LaunchReport()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,185 @@
+"""What this executor can run. Everything it cannot is refused before any process starts, all reasons at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from profiler.opset import OpClass
+from specs.errors import InvalidInput, Violation
+from specs.graph import ModelGraph
+from specs.plan import Pipeline, Plan, RecomputeMode, RecomputeRun, Stage
+from specs.training import TrainingSpec
+
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float64")
+TOKEN_FILE_SUFFIX = ".npy"
+
+
+def require_supported(plan: Plan, graph: ModelGraph, workload: TrainingSpec) -> None:
+    """Raise :class:`InvalidInput` with every reason why the plan cannot be executed for this model and workload."""
+    violations = [*plan_violations(plan, graph), *workload_violations(plan, workload)]
+    if violations:
+        raise InvalidInput(violations, subject="plan cannot be executed")
+
+
+def mismatches(plan: Plan, graph: ModelGraph, workload: TrainingSpec) -> list[str]:
+    """Documents that are not those the plan was made for (by content hash)."""
+    pairs = (("model", plan.model_hash, graph.content_hash()), ("workload", plan.workload_hash, workload.content_hash()))
+    return [
+        f"the plan was made for another {name}: hash {made_for[:12]}, given {given[:12]}"
+        for name, made_for, given in pairs
+        if made_for and made_for != given
+    ]
+
+
+def _violation(code: str, message: str, *loc: str | int, **fields: object) -> Violation:
+    return Violation(code=code, message=message, loc=("plan", *loc), **fields)  # type: ignore[arg-type]
+
+
+def plan_violations(plan: Plan, graph: ModelGraph) -> list[Violation]:
+    """Rules on the plan and its model."""
+    if len(plan.pipelines) != 1:
+        return [_violation("one_pipeline", f"{len(plan.pipelines)} pipelines; the executor runs one", "pipelines", allowed=1)]
+    pipeline = plan.pipelines[0]
+    found = [*_unit_violations(pipeline, graph), *_mesh_violations(pipeline), *_batch_violations(plan, pipeline)]
+    for index, stage in enumerate(pipeline.stages):
+        found += _stage_violations(stage, index, plan.seq_len)
+    if not found:
+        found += _schedule_violations(plan, pipeline)
+    return found
+
+
+def _unit_violations(pipeline: Pipeline, graph: ModelGraph) -> Iterator[Violation]:
+    expected = 0
+    for index, stage in enumerate(pipeline.stages):
+        if stage.first_unit != expected:
+            yield _violation(
+                "units_in_order", f"stage {index} begins at unit {stage.first_unit}, not at unit {expected}",
+                "pipelines", 0, "stages", index, "first_unit", actual=stage.first_unit, nearest=expected,
+            )  # fmt: skip
+        expected = stage.first_unit + stage.num_units
+    if expected != graph.num_units():
+        yield _violation(
+            "units_cover_model", f"the stages end at unit {expected}, but model '{graph.name}' has {graph.num_units()} units",
+            "pipelines", 0, "stages", actual=expected, allowed=graph.num_units(),
+        )  # fmt: skip
+
+
+def _mesh_violations(pipeline: Pipeline) -> Iterator[Violation]:
+    first = pipeline.stages[0]
+    for index, stage in enumerate(pipeline.stages):
+        loc = ("pipelines", 0, "stages", index)
+        same = (stage.mesh, stage.zero, stage.shard_group, stage.sequence_parallel)
+        if same != (first.mesh, first.zero, first.shard_group, first.sequence_parallel):
+            yield _violation(
+                "equal_stages", f"stage {index} differs from stage 0 in mesh, zero, shard_group or sequence_parallel", *loc
+            )
+        if len(stage.devices) != stage.mesh.size or len(set(stage.devices)) != len(stage.devices):
+            yield _violation(
+                "devices_of_mesh", f"{len(set(stage.devices))} distinct devices for a mesh of {stage.mesh.size}", *loc, "devices"
+            )
+    grids = pipeline.ranks()
+    if len({device for grid in grids for device in grid}) != sum(len(grid) for grid in grids):
+        yield _violation("disjoint_grids", "two pipeline ranks share a device", "pipelines", 0, "stages")
+
+
+def _batch_violations(plan: Plan, pipeline: Pipeline) -> Iterator[Violation]:
+    sequences = pipeline.micro_batch * pipeline.stages[0].mesh.dp * pipeline.num_micro_batches
+    if sequences != plan.global_batch:
+        yield _violation(
+            "global_batch", f"micro_batch {pipeline.micro_batch} x dp {pipeline.stages[0].mesh.dp} x {pipeline.num_micro_batches} "
+            f"micro-batches = {sequences} sequences, not the global batch of {plan.global_batch}", "pipelines", 0,
+            actual=sequences, allowed=plan.global_batch,
+        )  # fmt: skip
+
+
+def _stage_violations(stage: Stage, index: int, seq_len: int) -> Iterator[Violation]:
+    loc = ("pipelines", 0, "stages", index)
+    unsupported = {
+        "mesh.cp": stage.mesh.cp > 1, "mesh.ep": stage.mesh.ep > 1, "tiers": bool(stage.tiers),
+        "batch_share": stage.batch_share is not None, "state_share": stage.state_share is not None,
+    }  # fmt: skip
+    for name, used in unsupported.items():
+        if used:
+            yield _violation("not_executable", f"'{name}' is planned and simulated, but not executed", *loc, *name.split("."))
+    if stage.mesh.tp > 1 and not stage.placements:
+        yield _violation("no_placements", f"tp {stage.mesh.tp} but no parameter is split", *loc, "placements")
+    if stage.sequence_parallel and seq_len % stage.mesh.tp:
+        yield _violation(
+            "sequence_divisible_by_tp", f"sequence of {seq_len} is no multiple of tp {stage.mesh.tp}", *loc, actual=seq_len
+        )
+    if stage.shard_group is not None and stage.mesh.dp % stage.shard_group:
+        yield _violation("shard_group_divides_dp", f"shard_group {stage.shard_group} does not divide dp {stage.mesh.dp}", *loc)
+    for run in stage.recompute:
+        for violation in _op_class_violations(run):
+            yield _violation(
+                violation.code, violation.message, *loc, "recompute", actual=violation.actual, allowed=violation.allowed
+            )
+
+
+def _op_class_violations(run: RecomputeRun) -> list[Violation]:
+    """Classes of a selective run that do not exist, or none at all; ``loc`` is the caller's to add."""
+    if run.mode is not RecomputeMode.SELECTIVE:
+        return []
+    known = sorted(str(item) for item in OpClass)
+    unknown = [name for name in run.op_classes if name not in known]
+    found = [Violation(code="unknown_op_class", message=f"op class '{name}'", actual=name, allowed=known) for name in unknown]
+    if not run.op_classes:
+        found.append(Violation(code="no_op_class", message="selective recompute lists no op class", allowed=known))
+    return found
+
+
+def _schedule_violations(plan: Plan, pipeline: Pipeline) -> list[Violation]:
+    if pipeline.pp == 1:
+        return []
+    found = []
+    if pipeline.stages[0].zero == 3:
+        found.append(
+            _violation(
+                "zero_3_with_pipeline", f"zero 3 with pp {pipeline.pp}: parameters stay gathered under a pipeline",
+                "pipelines", 0, "stages", 0, "zero", actual=3, allowed=[0, 1, 2], nearest=2,
+            )
+        )  # fmt: skip
+    try:
+        plan.schedule.actions(num_ranks=pipeline.pp, num_micro_batches=pipeline.num_micro_batches)
+    except InvalidInput as error:
+        found += error.violations
+    return found
+
+
+def workload_violations(plan: Plan, workload: TrainingSpec) -> list[Violation]:
+    """Rules on the workload."""
+    found = []
+    if workload.global_batch != plan.global_batch:
+        found.append(
+            _violation("global_batch", f"the plan is for {plan.global_batch} sequences, the workload has {workload.global_batch}")
+        )
+    if workload.seq_len is None:
+        found.append(
+            Violation(code="fixed_length", message="runs need a fixed seq_len, not a histogram", loc=("workload", "seq_len"))
+        )
+    elif workload.seq_len != plan.seq_len:
+        found.append(_violation("seq_len", f"the plan is for sequences of {plan.seq_len}, the workload has {workload.seq_len}"))
+    precision = workload.precision
+    if precision.param_dtype not in SUPPORTED_DTYPES:
+        found.append(_workload("precision", f"parameters in {precision.param_dtype}", allowed=SUPPORTED_DTYPES))
+    if len({precision.param_dtype, precision.compute_dtype, precision.grad_dtype}) > 1:
+        found.append(
+            _workload("precision", "runs compute and keep gradients in the parameters' dtype; master weights may be float32")
+        )
+    if workload.optimizer.state_dtype != (precision.master_dtype or precision.param_dtype):
+        found.append(
+            _workload("optimizer", f"optimizer state in {workload.optimizer.state_dtype}, weights that it updates are not")
+        )
+    if workload.loss_kernel != "full":
+        found.append(_workload("loss_kernel", f"loss kernel '{workload.loss_kernel}'", allowed=["full"]))
+    if workload.attention_kernel != "flash":
+        found.append(_workload("attention_kernel", f"attention kernel '{workload.attention_kernel}'", allowed=["flash"]))
+    if workload.data_source != "synthetic" and not workload.data_source.endswith(TOKEN_FILE_SUFFIX):
+        found.append(
+            _workload("data_source", f"data source '{workload.data_source}'", allowed=["synthetic", "a .npy file of token ids"])
+        )
+    return found
+
+
+def _workload(field: str, message: str, **fields: object) -> Violation:
+    return Violation(code="not_executable", message=message, loc=("workload", field), **fields)  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""Runs a function on several ranks: forked from this (warm) process, with a hard time limit and the first failure raised here."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from profiler.worker_env import die_with_parent
+
+COLLECTIVE_TIMEOUT_S = 20.0
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died, or did not finish; the message holds its number and traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """``function(rank, *args)`` on each rank with a gloo process group; returns what each rank returned."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            target = (rank, world_size, Path(folder) / "store", os.getpid(), sender, function, args)
+            process = context.Process(target=_rank_main, args=target, daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        try:
+            return _collect(pipes, time.monotonic() + timeout_s, timeout_s)
+        finally:
+            for process in processes:
+                process.join(timeout=0.2)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[tuple[float, int, str]] = []
+    waiting = dict(enumerate(pipes))
+    while waiting and not failures:
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"ranks {sorted(waiting)} did not finish within {timeout_s} s")
+        time.sleep(0.05 if len(ready) < len(waiting) else 0.0)  # let the rank that failed first report, too
+        for rank, pipe in list(waiting.items()):
+            if pipe.poll(0):
+                try:
+                    ok, moment, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    ok, moment, value = False, 0.0, "the process ended without a word"
+                del waiting[rank]
+                if ok:
+                    results[rank] = value
+                else:
+                    failures.append((moment, rank, value))
+    if failures:
+        _, rank, text = min(failures)
+        raise RankFailed(f"rank {rank} failed:\n{text}")
+    return [results[rank] for rank in sorted(results)]
+
+
+def _rank_main(
+    rank: int, world_size: int, store: Path, parent: int, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    die_with_parent(parent)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        )
+        result = function(rank, *args)
+        dist.barrier()
+        sender.send_bytes(pickle.dumps((True, time.time(), result)))
+        dist.destroy_process_group()
+        code = 0
+    except BaseException:
+        sender.send_bytes(pickle.dumps((False, time.time(), traceback.format_exc())))
+        code = 1
+    sender.close()
+    with contextlib.suppress(OSError):
+        os._exit(code)

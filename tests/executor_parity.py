@@ -1,0 +1,111 @@
+"""Comparison of a sharded program with the single-process reference: loss, every gradient, parameters after one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from executor.batch import DataSource, vocabulary_size
+from executor.gather import gather_full
+from executor.materialize import Program, materialize
+from executor.reference import ReferenceRun, reference_run
+from profiler.sources import model_from_graph
+from specs.graph import ModelGraph
+from specs.plan import Plan
+from specs.training import TrainingSpec
+from tests.distributed_helpers import COLLECTIVE_TIMEOUT_S, run_ranks
+from tests.executor_models import graph_of
+
+SEQ_LEN = 16
+STEPS = 3  # DDP settles its buckets in the second
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """``loss`` and ``gradient``: largest error over the largest value of the tensor. ``parameter``: largest error over the
+    learning rate (an Adam step moves a weight by about that, whatever the gradient's size)."""
+
+    loss: float
+    gradient: float
+    parameter: float
+
+
+# Fixed per dtype; a change here needs a reason in the commit.
+TOLERANCES = {"float32": Tolerance(1e-6, 1e-5, 1e-1), "bfloat16": Tolerance(2e-3, 4e-2, 2.1)}
+
+
+def workload_for(global_batch: int, precision: str = "fp32") -> TrainingSpec:
+    return TrainingSpec.parse({"global_batch": global_batch, "seq_len": SEQ_LEN, "precision": precision, "seed": 3})
+
+
+@lru_cache(maxsize=16)
+def reference(model: str, global_batch: int, precision: str = "fp32") -> ReferenceRun:
+    torch.set_num_threads(1)
+    first = reference_run(graph_of(model), workload_for(global_batch, precision), 1)
+    both = reference_run(graph_of(model), workload_for(global_batch, precision), STEPS)
+    return ReferenceRun(both.losses, first.gradients, first.parameters)
+
+
+def train_step(program: Program, data: DataSource, step: int) -> float:
+    """One step; the mean loss over all tokens on every rank."""
+    batch = data.local_batch(step, program.place, program.layout.dp, torch.device("cpu"))
+    loss = program.forward_backward(batch)
+    program.finish_gradients()
+    share = torch.zeros(1, dtype=torch.float64)
+    if loss is not None and program.place.tp == 0:
+        share += float(loss) / program.layout.dp
+    dist.all_reduce(share)
+    return float(share)
+
+
+def run_program(rank: int, plan: Plan, graph: ModelGraph, workload: TrainingSpec) -> dict[str, Any] | None:
+    program = materialize(plan, model_from_graph(graph), graph, workload, rank, timeout_s=COLLECTIVE_TIMEOUT_S)
+    data = DataSource(workload, vocabulary_size(graph))
+    losses, gradients, parameters = [], None, None
+    for step in range(STEPS):
+        program.timers.start()
+        losses.append(train_step(program, data, step))
+        if step == 0:
+            gradients = gather_full(program, "gradient")
+        program.optimizer.step()
+        program.optimizer.zero_grad()
+        if step == 0:
+            parameters = gather_full(program, "parameter")
+        record = program.timers.stop()
+    if rank:
+        return None
+    return {"losses": losses, "gradients": gradients, "parameters": parameters, "record": record}
+
+
+def compare_with_reference(model: str, plan: Plan, precision: str = "fp32") -> dict[str, Any]:
+    """Run ``plan`` on its ranks and assert parity; returns rank 0's results."""
+    graph, workload = graph_of(model), workload_for(plan.global_batch, precision)
+    expected = reference(model, plan.global_batch, precision)
+    got = run_ranks(run_program, plan.world_size, plan, graph, workload)[0]
+    tolerance = TOLERANCES[workload.precision.param_dtype]
+    for step, (value, wanted) in enumerate(zip(got["losses"], expected.losses, strict=True)):
+        assert abs(value - wanted) <= tolerance.loss * abs(wanted), f"loss of step {step}: {value} instead of {wanted}"
+    problems = _differences(got["gradients"], expected.gradients, tolerance.gradient, None)
+    rate = workload.optimizer.learning_rate
+    problems += _differences(got["parameters"], expected.parameters, tolerance.parameter, rate)
+    assert not problems, "\n".join(problems[:20])
+    return got
+
+
+def _differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float, scale: float | None) -> list[str]:
+    problems = [f"{name} is missing" for name in wanted if name not in got]
+    problems += [f"{name} is unexpected" for name in got if name not in wanted]
+    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+    for name in wanted.keys() & got.keys():
+        if got[name].shape != wanted[name].shape:
+            problems.append(f"{name} has shape {tuple(got[name].shape)}, not {tuple(wanted[name].shape)}")
+            continue
+        error = float((got[name].float() - wanted[name].float()).abs().max())
+        unit = scale if scale is not None else max(float(wanted[name].abs().max()), 1e-4 * largest)
+        if not error <= tolerance * unit:
+            problems.append(f"{name}: largest error {error:.3e}, {error / unit:.2e} of {unit:.3e}")
+    return problems
