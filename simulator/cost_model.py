@@ -11,6 +11,7 @@ from profiler.placement import place_block
 from simulator.efficiency import optimizer_time_s
 from simulator.network import GroupShape, Network
 from simulator.pricing import OpPricer
+from simulator.software import NATIVE, Software
 from simulator.unit_cost import RecomputeChoice, UnitCost, unit_cost
 from specs.cluster import ClusterSpec, DeviceType
 from specs.graph import DTYPE_BYTES, Block, ModelGraph
@@ -36,8 +37,16 @@ class UnitParams:
 class CostModel:
     """Prices units, collectives and optimizer steps. ``cluster`` must be resolved (``profiler.catalogue``)."""
 
-    def __init__(self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None = None) -> None:
-        self.graph, self.cluster, self.workload, self.profile = graph, cluster, workload, profile
+    def __init__(
+        self,
+        graph: ModelGraph,
+        cluster: ClusterSpec,
+        workload: TrainingSpec,
+        profile: Profile | None = None,
+        *,
+        software: Software = NATIVE,
+    ) -> None:
+        self.graph, self.cluster, self.workload, self.profile, self.software = graph, cluster, workload, profile, software
         self.network = Network(cluster, profile)
         self.seq = workload.max_seq_len
         self.precision = workload.precision

@@ -112,6 +112,7 @@ class _PipelineTasks:
         self.done: set[Action] = set()
         self.last_backward: dict[tuple[int, int], int] = {}
         self.reductions: dict[int, list[int]] = {rank.rank: [] for rank in ranks}
+        self.passes = _first_and_last(rows)
 
     def add(self) -> None:
         position = [0] * len(self.rows)
@@ -164,10 +165,10 @@ class _PipelineTasks:
         return self.engine.stream(f"p{self.index} link {source}>{target}")
 
     def _is_first(self, action: Action) -> bool:
-        return action.micro_batch == min(a.micro_batch for a in self.owner[action.stage].row if a.stage == action.stage)
+        return action.micro_batch == self.passes[action.stage][0]
 
     def _is_last(self, action: Action) -> bool:
-        return action.micro_batch == max(a.micro_batch for a in self.owner[action.stage].row if a.stage == action.stage)
+        return action.micro_batch == self.passes[action.stage][1]
 
     def _forward(self, rank: RankStep, cost: StageCost, action: Action, after: list[int]) -> int:
         gathers = cost.stage.zero == 3 or (cost.stage.zero in (1, 2) and self._is_first(action))
@@ -323,6 +324,16 @@ class _PipelineTasks:
             "all_reduce", elements * cost.grad_bytes, self.model.network.shape((first, last))
         ).seconds
         self._compute(rank, {"dp_comm": seconds}, [], "tied gradients", "dp_comm")
+
+
+def _first_and_last(rows: Rows) -> dict[int, tuple[int, int]]:
+    """First and last micro-batch of each stage."""
+    seen: dict[int, tuple[int, int]] = {}
+    for row in rows:
+        for action in row:
+            first, last = seen.get(action.stage, (action.micro_batch, action.micro_batch))
+            seen[action.stage] = (min(first, action.micro_batch), max(last, action.micro_batch))
+    return seen
 
 
 def timeline(result: StepResult) -> list[tuple[str, Task]]:

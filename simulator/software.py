@@ -1,0 +1,56 @@
+"""What a training framework does around the same ops: which kernels it fuses, what it overlaps, how it keeps gradients.
+
+The default is the runtime that executes our plans (``simulator.runtime_rules``). Published runs come from other frameworks; each
+is one :class:`Software`, read from ``traces/frameworks.json``. Every field is a property of the program that can be read in its
+source or documentation, none is a correction factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FUSIONS = ("none", "pointwise", "compiler")
+TP_OVERLAPS = ("none", "backward", "ring")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """See the module docstring.
+
+    Kernels. ``fusion``: ``none`` one kernel per op; ``pointwise`` chains of element-wise ops become one kernel (hand-fused bias,
+    activation, rotary and dropout kernels); ``compiler`` norms join the chains too. ``launch_s``: host time per kernel, ``None``
+    the default, 0 under CUDA graphs. ``caches_positions``: tables that depend on no input are made once. ``dropout``: dropout
+    masks are kept after attention probabilities and before both residual additions. ``fused_attention_softmax``: mask,
+    scale and softmax are one kernel where attention is not fused as a whole.
+
+    Gradients. ``fused_grad_add``: weight gradients are accumulated by the product that makes them. ``overlap_grad_reduce`` and
+    ``overlap_param_gather``: they run beside backward and forward; else after backward and after the optimizer.
+    ``grad_passes``: times that the optimizer step reads or writes every gradient besides the update (unscale, norm, clip).
+
+    Communication. ``tp_overlap``: ``backward`` hides tensor-parallel collectives of backward behind weight gradients, ``ring`` also
+    pipelines those of forward with the products that need them. ``p2p_blocking``: a pipeline rank waits for its sends and
+    receives. ``p2p_split``: tensor-parallel ranks send one part each and gather it after.
+
+    Host. ``step_host_s``: work between steps that nothing hides. ``unit_host_s``: host time per unit and pass beside launches.
+    """
+
+    name: str = "meshwright"
+    fusion: str = "none"
+    launch_s: float | None = None
+    caches_positions: bool = False
+    dropout: bool = False
+    fused_attention_softmax: bool = True
+    fused_grad_add: bool = False
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    grad_passes: float = 0.0
+    gather_copies: float | None = None
+    reduce_copies: float | None = None
+    tp_overlap: str = "none"
+    p2p_blocking: bool = False
+    p2p_split: bool = False
+    step_host_s: float = 0.0
+    unit_host_s: float = 0.0
+
+
+NATIVE = Software()
