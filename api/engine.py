@@ -7,12 +7,14 @@ pickles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from api.schemas import PlanOptions
 from specs.answer import BrokenLimit, PlanAnswer, SearchRecord
+from specs.base import InvalidInputValue
 from specs.cluster import ClusterSpec
 from specs.errors import InvalidInput, Violation
 from specs.graph import ModelGraph
@@ -24,10 +26,26 @@ from specs.progress import ProgressSink, ignore
 from specs.training import TrainingSpec
 from specs.units import format_bytes
 
+Params = ParamSpec("Params")
+Answer = TypeVar("Answer")
+
 
 def is_graph(document: Mapping[str, Any]) -> bool:
     """Whether a posted model is an op graph; else it is a Hugging Face config."""
     return "blocks" in document or "segments" in document or "ops" in document
+
+
+def _reporting(call: Callable[Params, Answer]) -> Callable[Params, Answer]:
+    """A value that breaks a rule deep inside (a device without a peak for the dtype) is bad input, not a defect."""
+
+    @functools.wraps(call)
+    def reported(*args: Params.args, **kwargs: Params.kwargs) -> Answer:
+        try:
+            return call(*args, **kwargs)
+        except InvalidInputValue as error:
+            raise InvalidInput([error.violation(())]) from error
+
+    return reported
 
 
 class Engine:
@@ -42,6 +60,7 @@ class Engine:
 
     # models ----------------------------------------------------------------------------------------------------------
 
+    @_reporting
     def check_model(self, document: Mapping[str, Any]) -> None:
         """Raise :class:`InvalidInput` when the document is neither a sound op graph nor a config that capture knows."""
         if is_graph(document):
@@ -56,12 +75,14 @@ class Engine:
 
         adapt(dict(document))
 
+    @_reporting
     def capture(self, document: Mapping[str, Any], name: str, progress: ProgressSink = ignore) -> ModelGraph:
         """The op graph of a checked model document. Isolated: imports torch for a config."""
         from profiler.sources import model_from_document
 
         return model_from_document(document, name=name)
 
+    @_reporting
     def load_model(self, text: str) -> ModelGraph:
         """The command line's MODEL: file, preset or ``package.module:factory``. Never called for a request."""
         from profiler.sources import load_model
@@ -82,6 +103,7 @@ class Engine:
 
     # clusters and profiles -------------------------------------------------------------------------------------------
 
+    @_reporting
     def resolve(self, cluster: ClusterSpec) -> ClusterSpec:
         """Presets and device names filled in from the catalogue; unknown ones raise :class:`InvalidInput`."""
         from profiler.catalogue import resolve_cluster
@@ -106,6 +128,7 @@ class Engine:
 
         return local_cluster(num_devices)
 
+    @_reporting
     def profile(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, *,
         strategies: Sequence[str] = (), quick: bool = True, progress: ProgressSink = ignore,
@@ -120,6 +143,7 @@ class Engine:
 
     # plans -----------------------------------------------------------------------------------------------------------
 
+    @_reporting
     def plan(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None,
         options: PlanOptions, progress: ProgressSink = ignore,
@@ -154,6 +178,7 @@ class Engine:
             explanation=explanation,
         )
 
+    @_reporting
     def plan_of(self, strategy: str, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> Plan:
         """A strategy made explicit and checked; raises :class:`InvalidInput` with every violation."""
         from planner.strategy import plan_from_strategy
@@ -164,12 +189,14 @@ class Engine:
             raise InvalidInput(violations, subject=f"strategy '{strategy}'")
         return plan
 
+    @_reporting
     def violations(self, plan: Plan, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> list[Violation]:
         """Every rule that the plan breaks."""
         from planner.validate import validate
 
         return validate(plan, graph, cluster, workload)
 
+    @_reporting
     def estimate(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
     ) -> Prediction:
@@ -178,6 +205,7 @@ class Engine:
 
         return predict(graph, cluster, workload, plan, profile)
 
+    @_reporting
     def trace(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
     ) -> dict[str, Any]:
@@ -191,6 +219,7 @@ class Engine:
 
     # executions ------------------------------------------------------------------------------------------------------
 
+    @_reporting
     def execute(
         self,
         plan: Plan,
@@ -208,9 +237,25 @@ class Engine:
         from executor.run import run_plan
 
         return run_plan(
-            plan, graph, workload, steps=steps, warmup_steps=warmup_steps, profile=profile, output_dir=output_dir,
-            progress=progress, timeout_s=run_time_limit_s,
-        )  # fmt: skip
+            plan,
+            graph,
+            workload,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            profile=profile,
+            output_dir=output_dir,
+            progress=progress,
+            timeout_s=run_time_limit_s,
+            allow_factory=self.allow_factory,
+        )
+
+    def dry_run(self, plan: Plan, graph: ModelGraph, workload: TrainingSpec) -> list[dict[str, Any]]:
+        """Materialise the first rank of every stage on a fake process group: what each would hold. Imports torch."""
+        from executor.dry_run import dry_run
+
+        ranks = sorted({devices[0] for pipeline in plan.pipelines for devices in pipeline.ranks()})
+        reports = [dry_run(plan, graph, rank, workload, allow_factory=self.allow_factory) for rank in ranks]
+        return [report.model_dump(mode="json") for report in reports]
 
     def reference_losses(
         self, graph: ModelGraph, workload: TrainingSpec, steps: int, progress: ProgressSink = ignore

@@ -38,7 +38,9 @@ CLUSTER = {
     "name": "pair",
     "backend": "gloo",
     "nodes": [{"count": 1, "device": "core", "devices_per_node": 2, "intra": {"bandwidth_gbyte_s": 1, "latency_us": 20}}],
-    "device_types": [{"name": "core", "kind": "cpu_process", "memory_gib": 2, "memory_bandwidth_gbyte_s": 10}],
+    "device_types": [
+        {"name": "core", "kind": "cpu_process", "memory_gib": 2, "memory_bandwidth_gbyte_s": 10, "peak_tflops": {"float32": 0.05}}
+    ],
 }
 WORKLOAD = {"name": "quick", "global_batch": 8, "seq_len": 16, "precision": "fp32"}
 

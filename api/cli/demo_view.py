@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.text import Text
 
 from api.cli.output import progress_display
-from api.cli.running import step_line
 from api.cli.show import show_waterfall, table
 from api.demo_result import DemoResult
 from specs.progress import Progress
@@ -22,7 +21,7 @@ class DemoView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._display = progress_display(step_line)
+        self._display = progress_display()
         self._started = time.monotonic()
 
     def __enter__(self) -> DemoView:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from api.cli import planning, running, serving
-from api.cli.output import ExitCodeGroup, NoColorOption
+from api.cli.output import ExitCodeGroup, NoColorOption, output
 
 app = typer.Typer(
     cls=ExitCodeGroup,
@@ -31,6 +31,8 @@ def root(
     no_color: NoColorOption = False,
 ) -> None:
     """Options of every verb."""
+    output.as_json, output.no_color = False, no_color
+    output.as_json, output.no_color = False, no_color
 
 
 for verb in (

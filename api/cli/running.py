@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from api.cli.inputs import (
     ClusterOption,
@@ -28,7 +30,7 @@ from specs.measurement import Measurement
 from specs.profile import Profile
 from specs.progress import Progress
 from specs.training import TrainingSpec
-from specs.units import GIB, format_seconds
+from specs.units import format_bytes, format_seconds
 
 
 def profile(
@@ -54,7 +56,7 @@ def profile(
     output.document(full(measured), lambda console: console.print(_profile_table(measured)))
 
 
-def _profile_table(measured: Profile) -> object:
+def _profile_table(measured: Profile) -> Table:
     rows = table("what", ">measured", ">slowest", title=f"Profile {measured.name or measured.cluster}")
     for device in measured.devices:
         slowest = max(device.ops, key=lambda op: op.forward.median_s, default=None)
@@ -72,6 +74,7 @@ def run(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 10,
     warmup_steps: Annotated[int, typer.Option("--warmup", min=0, help="Steps before measuring.")] = 2,
     profile_file: ProfileOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only build it, on a fake process group of any size.")] = False,
     time_limit_s: Annotated[float, typer.Option("--time-limit", min=1, help="Seconds until the run is given up.")] = 1800.0,
     out: OutputOption = None,
     as_json: JsonOption = False,
@@ -85,7 +88,13 @@ def run(
     chosen, spec = read_plan(plan_file), TrainingSpec.load(workload)
     measured_profile = None if profile_file is None else Profile.load(profile_file)
     graph = engine.load_model(model)
-    with progress_display(step_line) as sink:
+    if dry_run:
+        reports = engine.dry_run(chosen, graph, spec)
+        output.document({"ranks": reports}, lambda console: console.print(_dry_run_table(reports)))
+        return
+    flop = graph.flop(batch=1, seq=chosen.seq_len) * chosen.global_batch
+    lines = StepLines(chosen.global_batch * chosen.seq_len, flop, chosen.world_size)
+    with progress_display(lines) as sink:
         measurement = engine.execute(
             chosen, graph, spec, steps=steps, warmup_steps=warmup_steps, profile=measured_profile, run_time_limit_s=time_limit_s,
             progress=sink,
@@ -97,23 +106,34 @@ def run(
     output.document(full(measurement), lambda console: show_measurement(console, measurement))
 
 
-def step_line(event: Progress) -> str | None:
-    """A training step in the order that torchtitan logs it, so that log parsers work."""
-    data = event.data
-    if "step" not in data or "loss" not in data:
-        return None
-    parts = [f"step: {data['step']:2d}", f"loss: {data['loss']:8.5f}"]
-    if "grad_norm" in data:
-        parts.append(f"grad_norm: {data['grad_norm']:7.4f}")
-    if "memory_bytes" in data:
-        parts.append(f"memory: {data['memory_bytes'] / GIB:5.2f}GiB")
-    if "tokens_per_s" in data:
-        parts.append(f"tps: {round(data['tokens_per_s']):,}")
-    if "flop_per_s" in data:
-        parts.append(f"tflops: {data['flop_per_s'] / 1e12:,.2f}")
-    if "mfu" in data:
-        parts.append(f"mfu: {data['mfu']:.2%}")
-    return "  ".join(parts)
+def _dry_run_table(reports: list[dict[str, Any]]) -> Table:
+    rows = table(">rank", ">pp", ">dp", ">tp", "units", ">parameters", ">bytes", title="What the first rank of each stage holds")
+    for report in reports:
+        units = report["units"]
+        place = (str(report[key]) for key in ("rank", "pp", "dp", "tp"))
+        rows.add_row(*place, f"{units[0]}-{units[-1]}", f"{report['num_params']:,}", format_bytes(report["param_bytes"]))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepLines:
+    """Training steps as torchtitan logs them, so that log parsers work: rates are per device."""
+
+    tokens_per_step: float
+    flop_per_step: float
+    num_devices: int
+
+    def __call__(self, event: Progress) -> str | None:
+        """The line of a finished step."""
+        data = event.data
+        if "step" not in data or "loss" not in data:
+            return None
+        parts = [f"step: {data['step'] + 1:2d}", f"loss: {data['loss']:8.5f}"]
+        if data.get("step_time_s"):
+            device_seconds = data["step_time_s"] * self.num_devices
+            parts.append(f"tps: {self.tokens_per_step / device_seconds:,.0f}")
+            parts.append(f"tflops: {self.flop_per_step / device_seconds / 1e12:,.3f}")
+        return "  ".join(parts) + ("  (warm-up)" if data.get("warmup") else "")
 
 
 def compare(

@@ -133,6 +133,10 @@ def show_memory(console: Console, prediction: Prediction) -> None:
         if memory.terms.get(term):
             rows.add_row(term, format_bytes(memory.terms[term]), Text(meaning, style="dim"))
     rows.add_row("peak", format_bytes(memory.peak_bytes), f"of {format_bytes(memory.capacity_bytes)} capacity", style="bold")
+    if memory.reserved_bytes is not None:
+        rows.add_row(
+            "reserved", format_bytes(memory.reserved_bytes), Text("peak with allocator margin and process baseline", style="dim")
+        )
     console.print(rows)
 
 
