@@ -105,7 +105,8 @@ def attention(call: Call) -> OpRule:
 
 
 def math_attention(call: Call) -> OpRule:
-    """Two batched products and a softmax: the probabilities (s x s per head) are kept (arXiv 2205.05198, the 5as^2b term)."""
+    """Two batched products and a softmax: the probabilities (s x s per head) are kept, with dropout its mask and result too
+    (arXiv 2205.05198, the 5as^2b term)."""
     query, key = call.inputs[:2]
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
@@ -113,12 +114,14 @@ def math_attention(call: Call) -> OpRule:
     scores_bytes = product((batch, heads, q_len, kv_len)) * size
     score = gemm_kernel(q_len, kv_len, head_dim, pairs, size)
     apply = gemm_kernel(q_len, head_dim, kv_len, pairs, size)
-    forward = (score, memory_kernel(OpClass.SOFTMAX, scores_bytes * 4), apply)
+    passes = call.kernels.softmax_passes
+    forward = (score, memory_kernel(OpClass.SOFTMAX, scores_bytes * passes), apply)
     if not call.needs_grad:
         return OpRule(OpClass.ATTENTION, forward)
     products = tuple(replace(kernel, backward=True) for kernel in (score, score, apply, apply))
-    backward = (*products, memory_kernel(OpClass.SOFTMAX, scores_bytes * 5, backward=True))
-    return OpRule(OpClass.ATTENTION, forward, backward, (0, 1, 2), (), scores_bytes, backward_workspace_bytes=scores_bytes * 2)
+    backward = (*products, memory_kernel(OpClass.SOFTMAX, scores_bytes * (passes + 1), backward=True))
+    kept = scores_bytes + (product((batch, heads, q_len, kv_len)) + scores_bytes if call.kernels.dropout else 0)
+    return OpRule(OpClass.ATTENTION, forward, backward, (0, 1, 2), (), kept, backward_workspace_bytes=scores_bytes * 2)
 
 
 # --- memory-bound ops -----------------------------------------------------------------------------------------------

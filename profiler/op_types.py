@@ -84,10 +84,16 @@ class OpRule:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which kernels the workload runs: attention ``flash`` | ``math``, loss ``full`` | ``fused``."""
+    """Which kernels the workload runs: attention ``flash`` | ``math``, loss ``full`` | ``fused``.
+
+    ``softmax_passes``: reads and writes of the scores between the two products of math attention: 4 for one kernel of scale,
+    mask and softmax and one of dropout, 8 when each is its own. ``dropout``: its mask and result are kept as well.
+    """
 
     attention: str = "flash"
     loss: str = "full"
+    softmax_passes: int = 4
+    dropout: bool = False
 
 
 DEFAULT_KERNELS = Kernels()

@@ -68,9 +68,12 @@ class CostModel:
     def pricer(self, device: str) -> OpPricer:
         """The op pricer of a device type."""
         if device not in self._pricers:
-            kernels = Kernels(self.workload.attention_kernel, self.workload.loss_kernel)
+            kernels = Kernels(
+                self.workload.attention_kernel, self.workload.loss_kernel,
+                softmax_passes=4 if self.software.fused_attention_softmax else 8, dropout=self.software.dropout,
+            )  # fmt: skip
             self._pricers[device] = OpPricer(
-                self.device(device), self.precision.compute_dtype, self._device_profile(device), kernels
+                self.device(device), self.precision.compute_dtype, self._device_profile(device), kernels, self.software
             )
         return self._pricers[device]
 
@@ -89,8 +92,9 @@ class CostModel:
         if key not in self._units:
             placed = place_block(self._blocks[block], tp_shape.size, sequence_parallel)
             self._units[key] = unit_cost(
-                placed, self.pricer(device), self.network, tp_shape, batch=batch, seq=self.seq, recompute=recompute
-            )
+                placed, self.pricer(device), self.network, tp_shape, batch=batch, seq=self.seq, recompute=recompute,
+                matmul_dtype=self.precision.matmul_dtype,
+            )  # fmt: skip
         return self._units[key]
 
     def params(self, block: str, tp: int) -> UnitParams:

@@ -13,6 +13,7 @@ from profiler.opset import DEFAULT_KERNELS, Call, Kernels, OpClass, OpRule, desc
 from profiler.placed import LocalOp, numeric_tensor
 from profiler.shapes import record_key
 from simulator.efficiency import defaults, kernel_time_s
+from simulator.software import NATIVE, Software
 from specs.base import Provenance
 from specs.cluster import DeviceType
 from specs.profile import DeviceProfile, OpRecord
@@ -22,7 +23,8 @@ from specs.profile import DeviceProfile, OpRecord
 class OpPrice:
     """Seconds of one op forward and backward, what memory it holds, and where the numbers come from.
 
-    ``saved_inputs``/``saved_outputs`` are positions among the op's tensor arguments / results.
+    ``saved_inputs``/``saved_outputs`` are positions among the op's tensor arguments / results. ``*_kernels``: kernels whose launch
+    is not in the seconds (measured ones include it).
     """
 
     forward_s: float
@@ -35,8 +37,11 @@ class OpPrice:
     source: Provenance
     target: str
     known: bool = True
+    forward_kernels: int = 0
+    backward_kernels: int = 0
 
 
+PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 FREE = OpPrice(0.0, 0.0, (), (), 0.0, 0.0, 0.0, Provenance.MEASURED, "view")
 
 
@@ -44,19 +49,27 @@ class OpPricer:
     """Prices ops of one device type, optionally with its measured profile."""
 
     def __init__(
-        self, device: DeviceType, compute_dtype: str, profile: DeviceProfile | None = None, kernels: Kernels = DEFAULT_KERNELS
+        self,
+        device: DeviceType,
+        compute_dtype: str,
+        profile: DeviceProfile | None = None,
+        kernels: Kernels = DEFAULT_KERNELS,
+        software: Software = NATIVE,
     ) -> None:
-        self.kernels = kernels
+        self.kernels, self.software = kernels, software
         self.device = device
         self.compute_dtype = compute_dtype
         self.profile = profile
         self.table = OpTable(profile) if profile is not None else None
-        launch = profile.launch_s if profile is not None and profile.launch_s is not None else None
+        launch = profile.launch_s if profile is not None and profile.launch_s is not None else software.launch_s
         self.launch_s = launch if launch is not None else (0.0 if device.kind == "cpu_process" else float(defaults()["launch_s"]))
         self.context = {item.block: item for item in profile.context_factors} if profile is not None else {}
 
-    def price(self, op: LocalOp, batch: int, seq: int, block: str = "") -> OpPrice:
-        """Price ``op`` at micro-batch ``batch`` and sequence ``seq``; ``block`` selects the context factor of measured ops."""
+    def price(self, op: LocalOp, batch: int, seq: int, block: str = "", *, matmul_dtype: str | None = None) -> OpPrice:
+        """Price ``op`` at micro-batch ``batch`` and sequence ``seq``; ``block`` selects the context factor of measured ops.
+
+        ``matmul_dtype``: products run in it instead of the compute dtype.
+        """
         if op.op_class == OpClass.VIEW:
             return FREE
         inputs = tuple(numeric_tensor(tensor, batch, seq, self.compute_dtype) for tensor in op.inputs)
@@ -67,12 +80,13 @@ class OpPricer:
             found = self.table.lookup(record_key(op, batch, seq, self.compute_dtype))
         if found is not None:
             return self._measured(op, rule, found.forward_s, found.backward_s, found.provenance, found.record, block)
-        forward = sum(max(kernel_time_s(kernel, self.device, self.compute_dtype), self.launch_s) for kernel in rule.forward)
-        backward = sum(max(kernel_time_s(kernel, self.device, self.compute_dtype), self.launch_s) for kernel in rule.backward)
+        dtype = matmul_dtype if matmul_dtype is not None and op.op_class in PRODUCTS else self.compute_dtype
+        forward = sum(kernel_time_s(kernel, self.device, dtype) for kernel in rule.forward)
+        backward = sum(kernel_time_s(kernel, self.device, dtype) for kernel in rule.backward)
         source = Provenance.FITTED if rule.known else Provenance.ASSUMED
         return OpPrice(
             forward, backward, rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes), 0.0,
-            float(rule.backward_workspace_bytes), source, op.op.target, rule.known,
+            float(rule.backward_workspace_bytes), source, op.op.target, rule.known, len(rule.forward), len(rule.backward),
         )  # fmt: skip
 
     def _is_measured_kernel(self, op_class: OpClass) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from profiler.opset import FUSED_LOSS_CHUNK, OpClass
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
+from simulator.fusion import Fusion
 from simulator.network import GroupShape, Network
 from simulator.pricing import OpPrice, OpPricer
 from specs.base import Provenance
@@ -66,17 +68,18 @@ def unit_cost(
     batch: int,
     seq: int,
     recompute: RecomputeChoice,
+    matmul_dtype: str | None = None,
 ) -> UnitCost:
-    """Price every op and collective of a placed block and walk its memory."""
-    prices = [pricer.price(op, batch, seq, placed.block.name) for op in placed.ops]
+    """Price every op and collective of a placed block and walk its memory. ``matmul_dtype``: of its products, where narrower."""
+    prices = block_prices(placed, pricer, batch, seq, matmul_dtype)
     walk = _MemoryWalk(placed, prices, batch, seq, pricer, recompute)
-    forward = sum(price.forward_s for price in prices)
-    backward = sum(price.backward_s for price in prices)
+    forward = busy_s(prices, pricer.launch_s)
+    backward = busy_s(prices, pricer.launch_s, backward=True)
     comm = _Collectives(placed, network, tp_shape, batch, seq, pricer.compute_dtype)
     last = walk.last_saving_op()
     recompute_s, tp_recompute_s = 0.0, 0.0
     if recompute.mode == RecomputeMode.FULL:
-        recompute_s = sum(price.forward_s for price in prices[: last + 1])
+        recompute_s = busy_s(prices[: last + 1], pricer.launch_s)
         tp_recompute_s = comm.forward_s(upto=last)
     elif recompute.mode == RecomputeMode.SELECTIVE:
         recompute_s = sum(
@@ -102,6 +105,46 @@ def unit_cost(
         seconds_by_source=by_source,
         unknown_ops=tuple(sorted({price.target for price in prices if not price.known})),
     )
+
+
+def busy_s(prices: Sequence[OpPrice], launch_s: float, *, backward: bool = False) -> float:
+    """Seconds of a run of ops: the device's, or the host's where launching its kernels takes longer than running them."""
+    device = sum(price.backward_s if backward else price.forward_s for price in prices)
+    kernels = sum(price.backward_kernels if backward else price.forward_kernels for price in prices)
+    return max(device, launch_s * kernels)
+
+
+def block_prices(placed: PlacedBlock, pricer: OpPricer, batch: int, seq: int, matmul_dtype: str | None = None) -> list[OpPrice]:
+    """The price of every op of a block as the software runs it: fused where it fuses."""
+    if matmul_dtype is not None and any(op.op_class == OpClass.LOSS for op in placed.ops):
+        matmul_dtype = None  # the output head keeps the compute dtype
+    prices = [pricer.price(op, batch, seq, placed.block.name, matmul_dtype=matmul_dtype) for op in placed.ops]
+    if pricer.software.caches_positions:
+        prices = _without_constants(placed, prices)
+    if pricer.software.fusion == "none":
+        return prices
+    return Fusion(placed, prices, pricer, root_bytes(placed, batch, seq, pricer.compute_dtype)).run()
+
+
+def _without_constants(placed: PlacedBlock, prices: list[OpPrice]) -> list[OpPrice]:
+    """Ops that depend on no input and no parameter are run once, not in every pass."""
+    constant: set[str] = {name for name, tensor in placed.params.items() if tensor.kind == "buffer"}
+    found = []
+    for op, price in zip(placed.ops, prices, strict=True):
+        if all(tensor.name in constant for tensor in op.inputs):
+            constant |= {tensor.name for tensor in op.outputs}
+            price = replace(price, forward_s=0.0, backward_s=0.0, forward_kernels=0, backward_kernels=0)
+        found.append(price)
+    return found
+
+
+def root_bytes(placed: PlacedBlock, batch: int, seq: int, compute_dtype: str) -> dict[str, float]:
+    """Local bytes of every storage of the block, parameters included."""
+    sizes: dict[str, float] = {}
+    for tensor in (*placed.params.values(), *placed.inputs, *(t for op in placed.ops for t in (*op.inputs, *op.outputs))):
+        size = float(numeric_tensor(tensor, batch, seq, compute_dtype).bytes)
+        sizes[tensor.root] = max(sizes.get(tensor.root, 0.0), size)
+    return sizes
 
 
 def _numel(tensor: LocalTensor) -> float:

@@ -39,6 +39,10 @@ class Precision(Spec):
     grad_dtype: str = Field(default="bfloat16", description="of the gradient buffer")
     reduce_dtype: str = "bfloat16"
     master_dtype: str | None = "float32"
+    matmul_dtype: str | None = Field(
+        default=None,
+        description="of the linear layers' products where narrower than compute_dtype (float8); head and attention keep it",
+    )
 
     @model_validator(mode="after")
     def _known(self) -> Precision:

@@ -1,0 +1,176 @@
+"""Which ops run as one kernel in software that fuses them, and what that saves in time and memory.
+
+Chains of element-wise ops (with norms, where a compiler fuses) become one kernel that reads what comes from outside and writes
+what is used outside; a group never contains two ops between which another op must run. Products that read one tensor
+(query, key and value; gate and up) become one product where the software joins their weights.
+
+Backward of a fused group reads the gradients of its results and what it kept, and writes the gradients of its inputs. It keeps
+its inputs or what the separate ops would keep, whichever is less (the min-cut of a compiler's partitioner, in small).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from profiler.opset import Kernel, OpClass
+from profiler.placed import LocalOp, LocalTensor, PlacedBlock
+from simulator.efficiency import kernel_time_s
+from simulator.pricing import OpPrice, OpPricer
+
+POINTWISE = frozenset({OpClass.ELEMENTWISE, OpClass.COPY})
+COMPILED = POINTWISE | {OpClass.NORM}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Op positions that run as one kernel, with the roots that it reads and writes."""
+
+    ops: tuple[int, ...]
+    reads: tuple[LocalTensor, ...]
+    writes: tuple[LocalTensor, ...]
+
+
+def groups_of(placed: PlacedBlock, fusible: frozenset[OpClass]) -> list[Group]:
+    """The groups of two or more ops (one is enough for a norm) that fuse, in op order."""
+    ops = placed.ops
+    producer = {tensor.root: index for index, op in enumerate(ops) for tensor in op.outputs if op.op_class != OpClass.VIEW}
+    before = [{producer[t.root] for t in op.inputs if t.root in producer and producer[t.root] < i} for i, op in enumerate(ops)]
+    ancestors = _ancestors(before)
+    group = {index: index for index, op in enumerate(ops) if op.op_class in fusible}
+    members = {index: {index} for index in group}
+    for index in sorted(group):
+        for source in sorted(before[index]):
+            if source in group and group[source] != group[index]:
+                joined = members[group[source]] | members[group[index]]
+                if _is_convex(joined, ancestors):
+                    name = group[source]
+                    members[name] = joined
+                    for member in joined:
+                        group[member] = name
+    found = {group[index] for index in group}
+    return [_group(placed, tuple(sorted(members[name]))) for name in sorted(found) if len(members[name]) > 1 or _norm(ops, name)]
+
+
+def _norm(ops: Sequence[LocalOp], index: int) -> bool:
+    return ops[index].op_class == OpClass.NORM
+
+
+def _ancestors(before: Sequence[set[int]]) -> list[int]:
+    """For each op a bit mask of all ops that must run before it."""
+    masks: list[int] = []
+    for sources in before:
+        mask = 0
+        for source in sources:
+            mask |= masks[source] | (1 << source)
+        masks.append(mask)
+    return masks
+
+
+def _is_convex(members: set[int], ancestors: Sequence[int]) -> bool:
+    """No op outside runs after one member and before another."""
+    inside = sum(1 << index for index in members)
+    for index in range(min(members), max(members) + 1):
+        if index in members or not ancestors[index] & inside:
+            continue
+        if any(ancestors[member] >> index & 1 for member in members):
+            return False
+    return True
+
+
+def _group(placed: PlacedBlock, members: tuple[int, ...]) -> Group:
+    inside = set(members)
+    made = {tensor.root for index in members for tensor in placed.ops[index].outputs}
+    outside = {tensor.root for index, op in enumerate(placed.ops) if index not in inside for tensor in op.inputs}
+    outside |= {tensor.root for tensor in placed.outputs}
+    reads = {t.root: t for index in members for t in placed.ops[index].inputs if t.root not in made}
+    writes = {t.root: t for index in members for t in placed.ops[index].outputs if t.root in outside}
+    return Group(members, tuple(reads.values()), tuple(writes.values()))
+
+
+class Fusion:
+    """Prices of a block's ops with fusion applied; see the module docstring."""
+
+    def __init__(self, placed: PlacedBlock, prices: Sequence[OpPrice], pricer: OpPricer, sizes: dict[str, float]) -> None:
+        self.placed, self.prices, self.pricer, self.sizes = placed, list(prices), pricer, sizes
+        self.compiled = pricer.software.fusion == "compiler"
+        self.recomputed: set[str] = set()
+
+    def run(self) -> list[OpPrice]:
+        """The new prices, one per op; a group's price stands on its last op."""
+        for group in groups_of(self.placed, COMPILED if self.compiled else POINTWISE):
+            self._fuse(group)
+        for index, op in enumerate(self.placed.ops):  # results that backward makes again are not kept by their readers either
+            price = self.prices[index]
+            inputs = tuple(position for position in price.saved_inputs if op.inputs[position].root not in self.recomputed)
+            if inputs != price.saved_inputs:
+                self.prices[index] = replace(price, saved_inputs=inputs)
+        return self.prices
+
+    def _bytes(self, tensors: Sequence[LocalTensor]) -> float:
+        return sum(self.sizes[tensor.root] for tensor in tensors)
+
+    def _fuse(self, group: Group) -> None:
+        old = [self.prices[index] for index in group.ops]
+        forward_class = OpClass.NORM if any(_norm(self.placed.ops, index) for index in group.ops) else OpClass.ELEMENTWISE
+        forward_bytes = self._bytes(group.reads) + self._bytes(group.writes)
+        grads = [tensor for tensor in group.reads if tensor.requires_grad and tensor.kind != "param"]
+        kept, again = self._kept(group)
+        self.recomputed |= again
+        backward_bytes = self._bytes(group.writes) + self._bytes(grads) + sum(self.sizes[root] for root in kept | again)
+        has_backward = any(price.backward_kernels for price in old)
+        forward = self._seconds(forward_class, forward_bytes, backward=False)
+        backward = self._seconds(forward_class, backward_bytes, backward=True) if has_backward else 0.0
+        forward = min(forward, sum(price.forward_s for price in old))
+        backward = min(backward, sum(price.backward_s for price in old))
+        empty = replace(old[0], forward_s=0.0, backward_s=0.0, saved_inputs=(), saved_outputs=(), saved_extra_bytes=0.0,
+                        backward_workspace_bytes=0.0, forward_kernels=0, backward_kernels=0)  # fmt: skip
+        for index in group.ops:
+            self.prices[index] = self._keeping(index, replace(empty, target=self.prices[index].target), kept)
+        last = group.ops[-1]
+        self.prices[last] = replace(
+            self.prices[last], forward_s=forward, backward_s=backward, forward_kernels=1, backward_kernels=int(has_backward),
+            saved_extra_bytes=sum(price.saved_extra_bytes for price in old),
+            backward_workspace_bytes=max(price.backward_workspace_bytes for price in old),
+        )  # fmt: skip
+
+    def _seconds(self, op_class: OpClass, moved: float, *, backward: bool) -> float:
+        kernel = Kernel(op_class, 0, moved, 0, backward=backward)
+        return kernel_time_s(kernel, self.pricer.device, self.pricer.compute_dtype)
+
+    def _kept(self, group: Group) -> tuple[set[str], set[str]]:
+        """Roots that the group keeps for backward, and results of it that are then made again from those."""
+        made = {tensor.root for index in group.ops for tensor in self.placed.ops[index].outputs}
+        separate: set[str] = set()
+        for index in group.ops:
+            separate |= saved_roots(self.placed.ops[index], self.prices[index])
+        results: set[str] = set()
+        if self.compiled:
+            leaving = {tensor.root for tensor in self.placed.outputs}
+            written = {tensor.root for tensor in group.writes} - leaving
+            for index, op in enumerate(self.placed.ops):
+                if index not in group.ops:
+                    results |= saved_roots(op, self.prices[index]) & written
+        if not (separate | results) & made:
+            return separate, set()
+        inputs = {tensor.root for tensor in group.reads if tensor.kind not in ("param", "buffer") and tensor.requires_grad}
+        if self._total(inputs) < self._total(separate | results):
+            return inputs, results
+        return separate, set()
+
+    def _total(self, roots: set[str]) -> float:
+        return sum(self.sizes[root] for root in roots)
+
+    def _keeping(self, index: int, price: OpPrice, kept: set[str]) -> OpPrice:
+        """``price`` with what this op holds of ``kept``."""
+        op = self.placed.ops[index]
+        inputs = tuple(position for position, tensor in enumerate(op.inputs) if tensor.root in kept)
+        outputs = tuple(position for position, tensor in enumerate(op.outputs) if tensor.root in kept)
+        return replace(price, saved_inputs=inputs, saved_outputs=outputs)
+
+
+def saved_roots(op: LocalOp, price: OpPrice) -> set[str]:
+    """Roots that an op keeps for backward, parameters left out."""
+    tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
+    tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
+    return {tensor.root for tensor in tensors if tensor.kind not in ("param", "buffer")}
