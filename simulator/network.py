@@ -3,7 +3,8 @@
 Legend: S bytes of the full (unsharded) tensor, n ranks, k ranks per node, N = n / k nodes, B bandwidth [B/s], a latency [s].
 
 Ring all-reduce        2 (n-1)/n S / B + a; all-gather and reduce-scatter half the bytes; all-to-all (n-1)/n S / B
-Two-level              reduce-scatter inside the node on S, all-reduce between nodes on S / k, all-gather inside
+Over nodes, NCCL       rings and trees in NCCL's protocols (``simulator.nccl``)
+Over nodes, gloo       reduce-scatter inside the node on S, all-reduce between nodes on S / k, all-gather inside
 Point to point         a + S / B
 
 A node's uplink is shared by all groups that cross it at once: a group with k ranks per node gets k / devices-per-node of it
@@ -18,10 +19,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from profiler.interpolate import CollectiveTable, curve
+from simulator.nccl import line_rate_share, ring_s
 from specs.base import Provenance
 from specs.cluster import ClusterSpec, DevicePlace, Link, NodeGroup, PairLink
 from specs.profile import Profile
 
+# Size at which a collective inside a node runs at its bandwidth, and the start-up time of an all-reduce over two nodes of a
+# low-latency network, which NCCL's constants already hold.
+LARGE_BYTES = 512e6
+USUAL_LATENCY_S = 40e-6
 # Share of the bytes S that passes through a rank's link, times n/(n-1).
 VOLUME = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "broadcast": 1.0, "p2p": 1.0}
 
@@ -124,10 +130,25 @@ class Network:
             inter = inter.replace(latency_s=max(inter.latency_s, shape.pair_latency_s))
         share = uplink * shape.per_node / shape.devices_per_node
         if op == "p2p":
-            return Priced(inter.latency_s + size_bytes / share, Provenance.FITTED)
+            rate = share if self.cluster.backend == "gloo" else share * line_rate_share(inter.kind)
+            return Priced(inter.latency_s + size_bytes / rate, Provenance.FITTED)
         if op == "all_to_all":
             return self._all_to_all(size_bytes, shape, intra, inter, share)
-        return self._two_level(op, size_bytes, shape, intra, inter, share)
+        if self.cluster.backend == "gloo":
+            return self._two_level(op, size_bytes, shape, intra, inter, share)
+        return self._nccl(op, size_bytes, shape, intra, inter, share)
+
+    def _nccl(self, op: str, size_bytes: float, shape: GroupShape, intra: Link, inter: Link, share: float) -> Priced:
+        """NCCL's rings and trees over the nodes, see ``simulator.nccl``."""
+        inside = math.inf
+        if shape.per_node > 1:
+            large = LARGE_BYTES
+            seconds = self._one_tier(op, large, shape.per_node, intra, intra.bandwidth_bytes_per_s).seconds
+            inside = VOLUME[op] * (shape.per_node - 1) / shape.per_node * large / seconds
+        through = share * line_rate_share(inter.kind)
+        extra_hop_s = max(0.0, inter.latency_s - USUAL_LATENCY_S) / 4
+        seconds = ring_s(op, size_bytes, VOLUME[op], shape.size, shape.num_nodes, inside, through, extra_hop_s)
+        return Priced(seconds, Provenance.FITTED)
 
     def _one_tier(self, op: str, size_bytes: float, n: int, link: Link, bandwidth: float) -> Priced:
         measured = next((item for item in link.curves if item.op == op and item.group_size == n), None)
