@@ -25,6 +25,7 @@ class Software:
 
     Gradients. ``fused_grad_add``: weight gradients are accumulated by the product that makes them. ``overlap_grad_reduce`` and
     ``overlap_param_gather``: they run beside backward and forward; else after backward and after the optimizer.
+    ``overlaps_under_pipeline``: replicated gradients of a pipeline's last backwards are reduced beside them as well.
     ``grad_passes``: times that the optimizer step reads or writes every gradient besides the update (unscale, norm, clip).
 
     Communication. ``tp_overlap``: ``backward`` hides tensor-parallel collectives of backward behind weight gradients, ``ring`` also
@@ -43,6 +44,7 @@ class Software:
     fused_grad_add: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    overlaps_under_pipeline: bool = False
     grad_passes: float = 0.0
     gather_copies: float | None = None
     reduce_copies: float | None = None

@@ -104,7 +104,7 @@ class _PipelineTasks:
 
     def __init__(self, sim: StepSimulation, index: int, pipeline: Pipeline, ranks: list[RankStep], rows: Rows) -> None:
         self.sim, self.index, self.pipeline, self.ranks, self.rows = sim, index, pipeline, ranks, rows
-        self.engine, self.model, self.rules = sim.engine, sim.model, sim.rules
+        self.engine, self.model, self.rules, self.software = sim.engine, sim.model, sim.rules, sim.model.software
         self.num_stages = len(pipeline.stages)
         self.owner = {stage: rank for rank in ranks for stage in rank.stages}
         self.links: dict[tuple[int, int], int] = {}
@@ -154,12 +154,23 @@ class _PipelineTasks:
             arrived = last
         else:
             stage, other = self.pipeline.stages[action.stage], self.pipeline.stages[target_stage]
-            seconds = self.model.network.p2p(size_bytes, stage.devices[-1], other.devices[-1]).seconds
-            link = self.links.setdefault((action.stage, target_stage), self._link(action.stage, target_stage))
-            arrived = self.engine.task(link, seconds, after=[last], label=f"send {action}", terms={"pipeline": seconds})
+            seconds = self._p2p_s(rank.stages[action.stage], size_bytes, stage.devices[-1], other.devices[-1])
+            if self.software.p2p_blocking:
+                arrived = self._compute(rank, {"pipeline": seconds}, [last], f"send {action}", "pipeline")
+            else:
+                link = self.links.setdefault((action.stage, target_stage), self._link(action.stage, target_stage))
+                arrived = self.engine.task(link, seconds, after=[last], label=f"send {action}", terms={"pipeline": seconds})
             rank.link_bytes["pp"] = rank.link_bytes.get("pp", 0.0) + size_bytes
         for kind in kinds:
             self.arrived[Action(target_stage, kind, action.micro_batch)] = arrived
+
+    def _p2p_s(self, cost: StageCost, size_bytes: float, source: int, target: int) -> float:
+        """Seconds from stage to stage; where the tp ranks hold the same tensor, split over them and gathered after if so set."""
+        degree = cost.tp_shape.size
+        if not self.software.p2p_split or degree == 1 or cost.stage.sequence_parallel:
+            return self.model.network.p2p(size_bytes, source, target).seconds
+        gather = self.model.network.collective("all_gather", size_bytes, cost.tp_shape).seconds
+        return self.model.network.p2p(size_bytes / degree, source, target).seconds + gather
 
     def _link(self, source: int, target: int) -> int:
         return self.engine.stream(f"p{self.index} link {source}>{target}")
@@ -171,7 +182,8 @@ class _PipelineTasks:
         return action.micro_batch == self.passes[action.stage][1]
 
     def _forward(self, rank: RankStep, cost: StageCost, action: Action, after: list[int]) -> int:
-        gathers = cost.stage.zero == 3 or (cost.stage.zero in (1, 2) and self._is_first(action))
+        first = cost.stage.zero in (1, 2) and self._is_first(action) and self.software.overlap_param_gather
+        gathers = cost.stage.zero == 3 or first
         rank.link_bytes["tp"] = rank.link_bytes.get("tp", 0.0) + sum(unit.tp_bytes for unit in cost.units)
         wait = "pipeline" if self.num_stages > 1 else "other"
         if not gathers or cost.shard_degree == 1:
@@ -196,10 +208,10 @@ class _PipelineTasks:
     def _backward(self, rank: RankStep, cost: StageCost, action: Action, after: list[int]) -> int:
         zero, sharded = cost.stage.zero, cost.shard_degree > 1
         last_pass = self._is_last(action)
-        reduces = (zero in (2, 3) and sharded) or (last_pass and zero == 1 and sharded)
-        ddp = zero == 0 and cost.dp_shape.size > 1 and self.num_stages == 1 and last_pass
+        reduces = (zero in (2, 3) and sharded) or (last_pass and zero == 1 and sharded and self.software.overlap_grad_reduce)
+        ddp = zero == 0 and cost.dp_shape.size > 1 and last_pass and not self._reduces_at_end(cost)
         gathers = zero == 3 and sharded
-        accumulates = not self._is_first(action)
+        accumulates = not self._is_first(action) and not self.software.fused_grad_add
         wait = "pipeline" if self.num_stages > 1 else "other"
         if not (reduces or ddp or gathers):
             return self._compute(rank, self._backward_terms(cost, range(len(cost.units)), accumulates), after, f"{action}", wait)
@@ -226,6 +238,12 @@ class _PipelineTasks:
                     self._all_reduce(rank, cost, pending_bytes, [task], overlapped=True, label=f"{action} bucket")
                     pending_bytes = 0.0
         return computed[-1]
+
+    def _reduces_at_end(self, cost: StageCost) -> bool:
+        """Whether replicated or optimizer-sharded gradients wait for the end of the schedule."""
+        if not self.software.overlap_grad_reduce:
+            return cost.stage.zero in (0, 1)
+        return cost.stage.zero == 0 and self.num_stages > 1 and not self.software.overlaps_under_pipeline
 
     def _backward_terms(self, cost: StageCost, units: Sequence[int], accumulates: bool) -> dict[str, float]:
         picked = [cost.units[index] for index in units]
@@ -255,7 +273,8 @@ class _PipelineTasks:
 
     def _unpack_s(self, cost: StageCost, index: int) -> float:
         """Copying a unit's gathered flat buffer into its parameters."""
-        return self.rules.gather_copies * self.model.copy_s(cost.device, cost.unit_weight_bytes(index))
+        copies = self.rules.gather_copies if self.software.gather_copies is None else self.software.gather_copies
+        return copies * self.model.copy_s(cost.device, cost.unit_weight_bytes(index))
 
     def _reduce_unit(self, rank: RankStep, cost: StageCost, index: int, after: int, action: Action) -> None:
         """Reduce-scatter of a unit's gradients in the shard group, all-reduce of the shard between replicas."""
@@ -264,7 +283,8 @@ class _PipelineTasks:
             return
         seconds = self.model.network.collective("reduce_scatter", size, cost.shard_shape).seconds
         seconds += self.model.network.collective("all_reduce", size / cost.shard_degree, cost.replica_shape).seconds
-        pack = self.rules.reduce_copies * self.model.copy_s(cost.device, size)
+        copies = self.rules.reduce_copies if self.software.reduce_copies is None else self.software.reduce_copies
+        pack = copies * self.model.copy_s(cost.device, size)
         rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
         label = f"reduce {action} u{index}"
         self.reductions[rank.rank].append(self._comm(rank, seconds + pack, [after], label, inline=self.rules.reduce_inline))
@@ -291,19 +311,41 @@ class _PipelineTasks:
     def _finish(self, rank: RankStep) -> None:
         """After the last backward: remaining gradient reductions, then the optimizer step."""
         for number, cost in rank.stages.items():
-            if cost.stage.zero == 0 and cost.dp_shape.size > 1 and self.num_stages > 1:
+            if self._reduces_at_end(cost) and cost.dp_shape.size > 1:
                 for index in range(len(cost.units)):
-                    self._all_reduce(
-                        rank, cost, cost.unit_grad_bytes(index), [], overlapped=False, label=f"reduce s{number} u{index}"
-                    )
+                    self._reduce_at_end(rank, number, cost, index)
             self._partial_grads(rank, cost)
             self._tied(rank, number, cost)
         local = sum(cost.num_trainable / cost.shard_degree for cost in rank.stages.values())
         device = next(iter(rank.stages.values()))
-        seconds = device.slowdown * self.model.optimizer_s(device.device, local)
+        passes = self.software.grad_passes * local * device.grad_bytes
+        seconds = device.slowdown * (self.model.optimizer_s(device.device, local) + self.model.copy_s(device.device, passes / 2))
         self._compute(rank, {"optimizer": seconds}, list(self.reductions[rank.rank]), "optimizer", "dp_comm")
-        if self.rules.step_overhead_s:
-            self._compute(rank, {"other": self.rules.step_overhead_s}, [], "between steps", "other")
+        if not self.software.overlap_param_gather:
+            self._gather_at_end(rank)
+        overhead_s = self.rules.step_overhead_s + self.software.step_host_s
+        if overhead_s:
+            self._compute(rank, {"other": overhead_s}, [], "between steps", "other")
+
+    def _reduce_at_end(self, rank: RankStep, number: int, cost: StageCost, index: int) -> None:
+        """Reduction of a unit's gradients that nothing hides."""
+        size, label = cost.unit_grad_bytes(index), f"reduce s{number} u{index}"
+        if cost.stage.zero == 0:
+            self._all_reduce(rank, cost, size, [], overlapped=False, label=label)
+            return
+        seconds = self.model.network.collective("reduce_scatter", size, cost.shard_shape).seconds
+        seconds += self.model.network.collective("all_reduce", size / cost.shard_degree, cost.replica_shape).seconds
+        rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
+        self._compute(rank, {"dp_comm": seconds}, [], label, "dp_comm")
+
+    def _gather_at_end(self, rank: RankStep) -> None:
+        """Updated parameters of a sharded optimizer, gathered when the step is over."""
+        for cost in rank.stages.values():
+            if cost.stage.zero in (1, 2) and cost.shard_degree > 1:
+                size = cost.num_params * cost.weight_bytes
+                seconds = self.model.network.collective("all_gather", size, cost.shard_shape).seconds
+                rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
+                self._compute(rank, {"dp_comm": seconds}, [], "gather parameters", "dp_comm")
 
     def _partial_grads(self, rank: RankStep, cost: StageCost) -> None:
         """Sequence parallel: gradients of whole parameters read by split tensors are summed over tp."""

@@ -9,7 +9,7 @@ from profiler.opset import FUSED_LOSS_CHUNK, OpClass
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
 from simulator.fusion import Fusion
 from simulator.network import GroupShape, Network
-from simulator.pricing import OpPrice, OpPricer
+from simulator.pricing import PRODUCTS, OpPrice, OpPricer
 from specs.base import Provenance
 from specs.graph import DTYPE_BYTES
 from specs.plan import RecomputeMode
@@ -76,6 +76,7 @@ def unit_cost(
     forward = busy_s(prices, pricer.launch_s)
     backward = busy_s(prices, pricer.launch_s, backward=True)
     comm = _Collectives(placed, network, tp_shape, batch, seq, pricer.compute_dtype)
+    comm.hide(prices, pricer.software.tp_overlap)
     last = walk.last_saving_op()
     recompute_s, tp_recompute_s = 0.0, 0.0
     if recompute.mode == RecomputeMode.FULL:
@@ -158,8 +159,11 @@ class _Collectives:
     """The block's tensor-parallel collectives, priced."""
 
     def __init__(self, placed: PlacedBlock, network: Network, shape: GroupShape, batch: int, seq: int, dtype: str) -> None:
+        self.placed = placed
         self.forward: list[tuple[int, float]] = []
         self.backward: list[float] = []
+        self._sites: list[tuple[int, bool, str]] = []  # of backward: op, whether before it, tensor
+        self._forward_sites: list[tuple[int, bool, str]] = []
         self.total_bytes = 0.0
         element_bytes = {"float32": DTYPE_BYTES[dtype]}
         for index, op in enumerate(placed.ops):
@@ -172,8 +176,39 @@ class _Collectives:
                     self.total_bytes += item.count * size
                     if sink == "forward":
                         self.forward.append((index if before else index + 1, seconds))
+                        self._forward_sites.append((index, before, item.tensor))
                     else:
                         self.backward.append(seconds)
+                        self._sites.append((index, before, item.tensor))
+
+    def hide(self, prices: Sequence[OpPrice], overlap: str) -> None:
+        """Keep of each collective what the software does not hide behind the products that it belongs to.
+
+        ``backward``: sums of input gradients run beside the weight gradients of the products that read the tensor. ``ring``: every
+        collective is cut into parts that run beside parts of its product.
+        """
+        if overlap == "none":
+            return
+        for position, (index, before, tensor) in enumerate(self._sites):
+            if before:
+                beside = sum(prices[reader].backward_s / 2 for reader in self._readers(index, tensor))
+            else:
+                beside = prices[index].backward_s if overlap == "ring" else 0.0
+            self.backward[position] = _exposed_s(self.backward[position], beside)
+        if overlap == "ring":
+            for position, (index, before, tensor) in enumerate(self._forward_sites):
+                readers = self._readers(index, tensor) if before else [index]
+                at, seconds = self.forward[position]
+                self.forward[position] = (at, _exposed_s(seconds, sum(prices[reader].forward_s for reader in readers)))
+
+    def _readers(self, index: int, tensor: str) -> list[int]:
+        """Products that read the tensor that is gathered (or whose gradient is summed) before op ``index``."""
+        ops = self.placed.ops
+        return [
+            position
+            for position, op in enumerate(ops)
+            if position >= index and op.op_class in PRODUCTS and any(item.name == tensor for item in op.inputs)
+        ]
 
     def forward_s(self, upto: int | None = None) -> float:
         """Seconds of forward collectives, those needed to run the ops up to ``upto`` only."""
@@ -182,6 +217,15 @@ class _Collectives:
     def backward_s(self) -> float:
         """Seconds of backward collectives."""
         return sum(self.backward)
+
+
+# Time that a collective and a product beside each other lose to each other, share of the shorter one (arXiv 2507.03114).
+INTERFERENCE = 0.19
+
+
+def _exposed_s(comm_s: float, beside_s: float) -> float:
+    """What a collective adds to a product that hides it."""
+    return max(0.0, comm_s - beside_s) + INTERFERENCE * min(comm_s, beside_s)
 
 
 class _MemoryWalk:
