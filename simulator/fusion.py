@@ -10,13 +10,14 @@ its inputs or what the separate ops would keep, whichever is less (the min-cut o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from profiler.opset import Kernel, OpClass
-from profiler.placed import LocalOp, LocalTensor, PlacedBlock
-from simulator.efficiency import kernel_time_s
+from profiler.op_rules import gemm_kernel
+from profiler.opset import Kernel, OpClass, base_name
+from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
 from simulator.pricing import OpPrice, OpPricer
+from specs.graph import DTYPE_BYTES
 
 POINTWISE = frozenset({OpClass.ELEMENTWISE, OpClass.COPY})
 COMPILED = POINTWISE | {OpClass.NORM}
@@ -136,7 +137,7 @@ class Fusion:
 
     def _seconds(self, op_class: OpClass, moved: float, *, backward: bool) -> float:
         kernel = Kernel(op_class, 0, moved, 0, backward=backward)
-        return kernel_time_s(kernel, self.pricer.device, self.pricer.compute_dtype)
+        return self.pricer.kernel_s(kernel)
 
     def _kept(self, group: Group) -> tuple[set[str], set[str]]:
         """Roots that the group keeps for backward, and results of it that are then made again from those."""
@@ -174,3 +175,59 @@ def saved_roots(op: LocalOp, price: OpPrice) -> set[str]:
     tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
     tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
     return {tensor.root for tensor in tensors if tensor.kind not in ("param", "buffer")}
+
+
+def join_projections(
+    placed: PlacedBlock, prices: Sequence[OpPrice], pricer: OpPricer, batch: int, seq: int, dtype: str
+) -> list[OpPrice]:
+    """Linear layers that read one tensor as one product: the price of the whole, shared out by the widths of the parts."""
+    readers: dict[str, list[int]] = {}
+    for index, op in enumerate(placed.ops):
+        if base_name(op.op.target) == "linear":
+            readers.setdefault(op.inputs[0].name, []).append(index)
+    joined = list(prices)
+    for members in readers.values():
+        if len(members) < 2:
+            continue
+        x = numeric_tensor(placed.ops[members[0]].inputs[0], batch, seq, pricer.compute_dtype)
+        widths = [numeric_tensor(placed.ops[i].inputs[1], batch, seq, pricer.compute_dtype).shape[0] for i in members]
+        rows, k, size = x.numel // x.shape[-1], x.shape[-1], DTYPE_BYTES[dtype]
+        forward = pricer.kernel_s(gemm_kernel(rows, sum(widths), k, 1, size), dtype)
+        backward = pricer.kernel_s(gemm_kernel(rows, k, sum(widths), 1, size, backward=True), dtype)
+        backward += pricer.kernel_s(gemm_kernel(sum(widths), k, rows, 1, size, backward=True), dtype)
+        for member, width in zip(members, widths, strict=True):
+            share = width / sum(widths)
+            first = int(member == members[0])
+            joined[member] = replace(
+                joined[member], forward_s=min(joined[member].forward_s, forward * share),
+                backward_s=min(joined[member].backward_s, backward * share), forward_kernels=first, backward_kernels=2 * first,
+            )  # fmt: skip
+    return joined
+
+
+def add_shared_gradients(
+    placed: PlacedBlock, prices: Sequence[OpPrice], pricer: OpPricer, sizes: Mapping[str, float]
+) -> list[OpPrice]:
+    """Autograd sums the gradients of a tensor that several ops read: a kernel of two reads and a write for each further one.
+
+    A compiler folds the sums into its kernels; joint projections are one reader. ``sizes``: bytes by tensor name.
+    """
+    priced = list(prices)
+    readers: dict[str, list[int]] = {}
+    for index, op in enumerate(placed.ops):
+        for tensor in op.inputs:
+            if tensor.requires_grad and tensor.kind not in ("param", "buffer"):
+                readers.setdefault(tensor.name, []).append(index)
+    for name, members in readers.items():
+        products = [index for index in members if placed.ops[index].op_class == OpClass.GEMM]
+        joined = len(products) - 1 if pricer.software.joint_projections and len(products) > 1 else 0
+        sums = len(set(members)) - 1 - joined
+        if sums > 0:
+            tensor = next(item for item in placed.ops[members[0]].inputs if item.name == name)
+            moved = 3 * sizes[tensor.name]
+            seconds = pricer.kernel_s(Kernel(OpClass.ELEMENTWISE, 0, moved, 0, backward=True))
+            first = priced[members[0]]
+            priced[members[0]] = replace(
+                first, backward_s=first.backward_s + sums * seconds, backward_kernels=first.backward_kernels + sums
+            )
+    return priced

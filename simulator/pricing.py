@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profiler.interpolate import OpTable
-from profiler.opset import DEFAULT_KERNELS, Call, Kernels, OpClass, OpRule, describe
+from profiler.opset import DEFAULT_KERNELS, Call, Kernel, Kernels, OpClass, OpRule, describe
 from profiler.placed import LocalOp, numeric_tensor
 from profiler.shapes import record_key
 from simulator.efficiency import defaults, kernel_time_s
-from simulator.software import NATIVE, Software
+from simulator.software import NATIVE, Software, attention_slowdown
 from specs.base import Provenance
 from specs.cluster import DeviceType
 from specs.profile import DeviceProfile, OpRecord
@@ -81,13 +81,20 @@ class OpPricer:
         if found is not None:
             return self._measured(op, rule, found.forward_s, found.backward_s, found.provenance, found.record, block)
         dtype = matmul_dtype if matmul_dtype is not None and op.op_class in PRODUCTS else self.compute_dtype
-        forward = sum(kernel_time_s(kernel, self.device, dtype) for kernel in rule.forward)
-        backward = sum(kernel_time_s(kernel, self.device, dtype) for kernel in rule.backward)
+        forward = sum(self.kernel_s(kernel, dtype) for kernel in rule.forward)
+        backward = sum(self.kernel_s(kernel, dtype) for kernel in rule.backward)
         source = Provenance.FITTED if rule.known else Provenance.ASSUMED
         return OpPrice(
             forward, backward, rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes), 0.0,
             float(rule.backward_workspace_bytes), source, op.op.target, rule.known, len(rule.forward), len(rule.backward),
         )  # fmt: skip
+
+    def kernel_s(self, kernel: Kernel, dtype: str | None = None) -> float:
+        """Seconds of one kernel by the efficiency model, on the software's generation of it."""
+        seconds = kernel_time_s(kernel, self.device, dtype or self.compute_dtype)
+        if kernel.op_class == OpClass.ATTENTION:
+            seconds *= attention_slowdown(self.software.attention_generation, self.device.arch, backward=kernel.backward)
+        return seconds
 
     def _is_measured_kernel(self, op_class: OpClass) -> bool:
         """Profiles measure torch's default kernels: flash attention and the full loss."""

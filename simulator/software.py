@@ -7,7 +7,11 @@ source or documentation, none is a correction factor.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
 
 FUSIONS = ("none", "pointwise", "compiler")
 TP_OVERLAPS = ("none", "backward", "ring")
@@ -21,7 +25,8 @@ class Software:
     activation, rotary and dropout kernels); ``compiler`` norms join the chains too. ``launch_s``: host time per kernel, ``None``
     the default, 0 under CUDA graphs. ``caches_positions``: tables that depend on no input are made once. ``dropout``: dropout
     masks are kept after attention probabilities and before both residual additions. ``fused_attention_softmax``: mask,
-    scale and softmax are one kernel where attention is not fused as a whole.
+    scale and softmax are one kernel where attention is not fused as a whole. ``attention_generation``: ``flash1``, ``flash2`` or
+    ``latest``, of the fused kernel. ``joint_projections``: weights that multiply the same tensor are one product.
 
     Gradients. ``fused_grad_add``: weight gradients are accumulated by the product that makes them. ``overlap_grad_reduce`` and
     ``overlap_param_gather``: they run beside backward and forward; else after backward and after the optimizer.
@@ -41,6 +46,8 @@ class Software:
     caches_positions: bool = False
     dropout: bool = False
     fused_attention_softmax: bool = True
+    attention_generation: str = "latest"
+    joint_projections: bool = False
     fused_grad_add: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
@@ -56,3 +63,21 @@ class Software:
 
 
 NATIVE = Software()
+
+
+def attention_slowdown(generation: str, arch: str, *, backward: bool) -> float:
+    """Time of a generation of fused attention over the latest one on an architecture; 1 where nothing is published."""
+    if generation == "latest":
+        return 1.0
+    words = arch.lower().split()
+    known = _attention_generations()[generation]
+    found = next((known[word] for word in words if word in known), None)
+    if found is None:
+        found = known["hopper"] if "blackwell" in words else {}
+    return float(found.get("backward" if backward else "forward", 1.0))
+
+
+@lru_cache(maxsize=1)
+def _attention_generations() -> dict[str, Any]:
+    data = json.loads(resources.files("traces").joinpath("efficiency/attention_generations.json").read_text())
+    return dict(data["slowdown"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from profiler.opset import FUSED_LOSS_CHUNK, OpClass
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
-from simulator.fusion import Fusion
+from simulator.fusion import Fusion, add_shared_gradients, join_projections
 from simulator.network import GroupShape, Network
 from simulator.pricing import PRODUCTS, OpPrice, OpPricer
 from specs.base import Provenance
@@ -120,11 +120,15 @@ def block_prices(placed: PlacedBlock, pricer: OpPricer, batch: int, seq: int, ma
     if matmul_dtype is not None and any(op.op_class == OpClass.LOSS for op in placed.ops):
         matmul_dtype = None  # the output head keeps the compute dtype
     prices = [pricer.price(op, batch, seq, placed.block.name, matmul_dtype=matmul_dtype) for op in placed.ops]
+    if pricer.software.joint_projections:
+        prices = join_projections(placed, prices, pricer, batch, seq, matmul_dtype or pricer.compute_dtype)
     if pricer.software.caches_positions:
         prices = _without_constants(placed, prices)
-    if pricer.software.fusion == "none":
+    if pricer.software.fusion != "none":
+        prices = Fusion(placed, prices, pricer, root_bytes(placed, batch, seq, pricer.compute_dtype)).run()
+    if pricer.software.fusion == "compiler" or pricer.table is not None or pricer.device.kind == "cpu_process":
         return prices
-    return Fusion(placed, prices, pricer, root_bytes(placed, batch, seq, pricer.compute_dtype)).run()
+    return add_shared_gradients(placed, prices, pricer, _tensor_bytes(placed, batch, seq, pricer.compute_dtype))
 
 
 def _without_constants(placed: PlacedBlock, prices: list[OpPrice]) -> list[OpPrice]:
@@ -146,6 +150,12 @@ def root_bytes(placed: PlacedBlock, batch: int, seq: int, compute_dtype: str) ->
         size = float(numeric_tensor(tensor, batch, seq, compute_dtype).bytes)
         sizes[tensor.root] = max(sizes.get(tensor.root, 0.0), size)
     return sizes
+
+
+def _tensor_bytes(placed: PlacedBlock, batch: int, seq: int, compute_dtype: str) -> dict[str, float]:
+    """Local bytes of every activation by its own name (a slice counts as itself)."""
+    tensors = (*placed.inputs, *(t for op in placed.ops for t in (*op.inputs, *op.outputs)))
+    return {tensor.name: float(numeric_tensor(tensor, batch, seq, compute_dtype).bytes) for tensor in tensors}
 
 
 def _numel(tensor: LocalTensor) -> float:

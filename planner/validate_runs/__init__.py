@@ -1,0 +1,1 @@
+"""Predicting a table of published training runs and scoring the predictions."""

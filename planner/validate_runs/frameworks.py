@@ -1,0 +1,106 @@
+"""The training framework behind a row, read from ``traces/frameworks.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from planner.validate_runs.runs import PublishedRun
+from simulator.software import Software
+from specs.training import PRECISIONS, Precision
+
+# Table words for 8-bit matrix products; what is not a product of a linear layer stays in bfloat16.
+EIGHT_BIT = ("fp8", "mxfp8", "float8")
+MIB = 1024.0 * 1024.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Framework:
+    """A framework's defaults beside its :class:`Software`. ``precisions``: table word -> changes to the mixed precision."""
+
+    name: str
+    title: str
+    words: tuple[str, ...]
+    years: tuple[int, int]
+    software: Software
+    provenance: str
+    default_zero: int = 0
+    default_sequence_parallel: bool = False
+    vocab_multiple_per_tp: int = 0
+    bucket_bytes: float = 25 * MIB
+    prefetch_units: int = 1
+    precisions: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def vocab_multiple(self, tp: int) -> int:
+        """The vocabulary is padded to a multiple of this."""
+        return max(1, self.vocab_multiple_per_tp * tp)
+
+
+@lru_cache(maxsize=1)
+def frameworks() -> tuple[Framework, ...]:
+    """All known frameworks, the more specific first where words overlap."""
+    data = json.loads(resources.files("traces").joinpath("frameworks.json").read_text())
+    return tuple(_framework(item) for item in data["frameworks"])
+
+
+def _framework(item: dict[str, Any]) -> Framework:
+    values = {**item, "words": tuple(item["words"]), "years": tuple(item["years"])}
+    return Framework(**{**values, "software": Software(name=item["name"], **item["software"])})
+
+
+def named(name: str) -> Framework:
+    """The framework of that name."""
+    return next(item for item in frameworks() if item.name == name)
+
+
+def framework_of(run: PublishedRun) -> Framework:
+    """By the words of source, reference and notes and the year; where none matches, by the parallel sizes.
+
+    The longest matching word wins, so ``megatron-deepspeed`` beats ``deepspeed``.
+    """
+    text = f"{run.source} {run.source_ref} {run.notes}".lower()
+    year = run.year or 2024
+    matches = [
+        (len(word), -index, item)
+        for index, item in enumerate(frameworks())
+        if item.years[0] <= year <= item.years[1]
+        for word in item.words
+        if word in text
+    ]
+    found = max(matches, key=lambda match: match[:2])[2] if matches else named(_by_sizes(run, year))
+    return _with_run(found, run)
+
+
+def _by_sizes(run: PublishedRun, year: int) -> str:
+    zero = run.zero_stage.lower()
+    if "fsdp" in zero or "hsdp" in zero:
+        return "fsdp1" if year < 2024 else "fsdp2"
+    if (run.tp or 1) > 1 or (run.pp or 1) > 1 or zero == "zero1":
+        return "megatron_2021" if year < 2022 else "megatron_2022" if year < 2024 else "megatron_core"
+    if zero in ("zero2", "zero3"):
+        return "deepspeed"
+    return "ddp"
+
+
+def _with_run(framework: Framework, run: PublishedRun) -> Framework:
+    """What the row says of its own software: compiled or not."""
+    if run.compile:
+        return replace(framework, software=replace(framework.software, fusion="compiler", caches_positions=True))
+    return framework
+
+
+def precision_of(run: PublishedRun, framework: Framework) -> Precision:
+    """Dtypes of a step."""
+    word = run.precision.lower() or "bf16"
+    base = {"fp32": PRECISIONS["fp32"], "tf32": PRECISIONS["fp32"].replace(compute_dtype="tf32")}.get(word)
+    if base is not None:
+        return base
+    key = "fp16" if word == "fp16" else "bf16"
+    changes = dict(framework.precisions.get(key, {}))
+    start = PRECISIONS["fp16_mixed"] if key == "fp16" else PRECISIONS["bf16_mixed"]
+    if word in EIGHT_BIT:
+        changes["matmul_dtype"] = "float8"
+    return start.replace(**changes)

@@ -1,0 +1,261 @@
+"""From a row's parallel sizes to a plan: every stage, device and schedule written out, with what had to be assumed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from planner.validate_runs.frameworks import Framework
+from planner.validate_runs.runs import PublishedRun, SkippedRun
+from specs.plan import CollectiveOptions, Mesh, Pipeline, PipelineSchedule, Plan, RecomputeMode, RecomputeRun, Stage
+
+# Tokens per device and pass where the row gives no micro-batch and no pipeline limits it.
+DEFAULT_TOKENS_PER_PASS = 8192
+# Micro-batches per pipeline rank that keep the bubble near a tenth of the step.
+FEW_BUBBLES = 8
+# Layer counts of a stage boundary list in the notes, as AMP's artifact prints them.
+_CUTS = re.compile(r"pipeline cut over (\d+) stages units \[([\d, ]+)\]")
+# Passes that DeepSpeed's example module puts around the layers: embedding and casts before, norm, head and loss after.
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Degrees of a run, all given or derived. ``chunks``: model chunks per pipeline rank (virtual stages)."""
+
+    dp: int
+    tp: int
+    pp: int
+    chunks: int
+    micro_batch: int
+    num_micro_batches: int
+    global_batch: int
+    seq_len: int
+    zero: int
+    shard_group: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the plan's recompute is set where the row leaves it open."""
+
+    mode: str
+
+
+ZERO_STAGES = {
+    "": 0, "none": 0, "ddp": 0, "0": 0, "zero1": 1, "1": 1, "zero2": 2, "2": 2, "fsdp-grad-op(zero2)": 2, "zero3": 3, "3": 3,
+    "fsdp": 3, "fsdp2": 3, "hsdp": 3,
+}  # fmt: skip
+# Devices that share one set of shards in hybrid sharding where the row does not say: those of a node.
+
+
+def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Sizes:
+    """Degrees and batches of a row; raises :class:`SkippedRun` where they cannot be expressed or do not fit together."""
+    _expressible(run)
+    assert run.num_gpus is not None and run.seq_len is not None
+    if run.global_batch is None:
+        raise SkippedRun("batch_not_given", "the row does not give global_batch")
+    if run.tp is None and run.pp is None and run.num_gpus > 1 and not run.zero_stage:
+        raise SkippedRun("parallel_sizes_not_given", "the row gives neither tp nor pp nor a sharding")
+    tp, pp = run.tp or 1, run.pp or 1
+    dp, rest = divmod(run.num_gpus, tp * pp)
+    if rest or not dp:
+        raise SkippedRun("sizes_do_not_match", f"{run.num_gpus} devices are no multiple of tp {tp} x pp {pp}")
+    zero = _zero(run, framework)
+    chunks = _chunks(run, pp, assumed)
+    micro = run.micro_batch or _default_micro_batch(run, dp, pp, assumed)
+    micro = _divisor(run, dp, micro, assumed)
+    passes = run.global_batch // (dp * micro)
+    if pp > 1 and passes < pp and framework_schedule(run) == "1f1b":
+        assumed.append(f"all forwards first: {passes} micro-batches do not fill {pp} stages, where 1F1B does the same")
+    if chunks > 1 and passes % pp:
+        assumed.append(f"1F1B in place of interleaving: {passes} micro-batches are no multiple of {pp} stages")
+        chunks = 1
+    return Sizes(dp, tp, pp, chunks, micro, passes, run.global_batch, run.seq_len, zero, _shard_group(run, dp, zero, assumed))
+
+
+def _expressible(run: PublishedRun) -> None:
+    if (run.cp or 1) > 1:
+        raise SkippedRun("context_parallel", f"cp={run.cp}: plans of this version do not split attention along the sequence")
+    if (run.ep or 1) > 1:
+        raise SkippedRun("expert_parallel", f"ep={run.ep}: plans of this version do not split experts over devices")
+    if run.offload.lower() not in ("", "none"):
+        raise SkippedRun("offload", f"offload of {run.offload}: plans of this version keep everything on the device")
+    text = f"{run.model} {run.notes}".lower()
+    if "lora" in text:
+        raise SkippedRun("frozen_base", "LoRA trains adapters beside a frozen base, which no captured model here has")
+    if run.precision.lower() == "nvfp4":
+        raise SkippedRun("precision_not_described", "no device of the catalogue has a 4-bit matrix rate")
+
+
+def _zero(run: PublishedRun, framework: Framework) -> int:
+    stage = run.zero_stage.lower()
+    if stage not in ZERO_STAGES:
+        raise SkippedRun("sharding_not_known", f"zero_stage '{run.zero_stage}'")
+    return ZERO_STAGES[stage] if stage else framework.default_zero
+
+
+def _shard_group(run: PublishedRun, dp: int, zero: int, assumed: list[str]) -> int | None:
+    if zero == 0 or dp == 1:
+        return None
+    group = run.shard_group
+    if group is None and run.zero_stage.lower() == "hsdp":
+        group = min(dp, run.gpus_per_node or 8)
+        assumed.append(f"states sharded over {group} devices")
+    return group if group and group < dp and dp % group == 0 else None
+
+
+def framework_schedule(run: PublishedRun) -> str:
+    """The schedule's generator for a row: ``1f1b`` stands for every one-forward-one-backward kind."""
+    name = run.schedule.lower()
+    if "gpipe" in name:
+        return "gpipe"
+    if any(word in name for word in ("zb", "zero-bubble", "half", "v-min", "dualpipe")):
+        raise SkippedRun("schedule_not_expressible", f"schedule '{run.schedule}' splits backward, which no plan here does")
+    return "1f1b"
+
+
+def _chunks(run: PublishedRun, pp: int, assumed: list[str]) -> int:
+    assert run.layers is not None
+    if pp == 1:
+        return 1
+    chunks = run.vpp or 1
+    if run.vpp is None and "interleaved" in f"{run.schedule} {run.notes}".lower() and "before the interleaved" not in run.notes:
+        chunks = next((count for count in (2, 3) if run.layers % (pp * count) == 0), 1)
+        assumed.append(f"{chunks} chunks per pipeline rank")
+    if chunks * pp > run.layers:
+        assumed.append(f"1 chunk per pipeline rank instead of {chunks}: more stages than layers")
+        return 1
+    return chunks
+
+
+def _default_micro_batch(run: PublishedRun, dp: int, pp: int, assumed: list[str]) -> int:
+    """The largest power of two that keeps a pass at the default tokens and the pipeline filled."""
+    assert run.seq_len is not None and run.global_batch is not None
+    per_rank = max(1, run.global_batch // dp)
+    most = max(1, DEFAULT_TOKENS_PER_PASS // run.seq_len)
+    if pp > 1:
+        most = min(most, max(1, per_rank // (FEW_BUBBLES * pp)))
+    micro = 1
+    while micro * 2 <= most and per_rank % (micro * 2) == 0:
+        micro *= 2
+    assumed.append(f"micro-batch of {micro} sequences")
+    return micro
+
+
+def _divisor(run: PublishedRun, dp: int, micro: int, assumed: list[str]) -> int:
+    assert run.global_batch is not None
+    if run.global_batch % dp:
+        raise SkippedRun("sizes_do_not_match", f"batch {run.global_batch} is no multiple of dp {dp}")
+    per_rank = run.global_batch // dp
+    if per_rank % micro == 0:
+        return micro
+    best = max(size for size in range(1, min(micro, per_rank) + 1) if per_rank % size == 0)
+    assumed.append(f"micro-batch of {best} instead of {micro}, which does not divide {per_rank} sequences per rank")
+    return best
+
+
+def split_units(run: PublishedRun, num_stages: int) -> list[int]:
+    """Units (embedding, layers, tail) per stage: layers spread evenly, more of them in the middle where they do not divide.
+
+    Where the notes say that the framework counts embedding and head like layers, or print the cuts, those hold.
+    """
+    assert run.layers is not None
+    cuts = _CUTS.search(run.notes)
+    if cuts is not None:
+        listed = _from_cuts([int(item) for item in cuts[2].split(",")], run.layers)
+        if listed is not None and len(listed) == num_stages:
+            return listed
+    if "transformer|embedding" in run.notes:
+        return _even(run.layers + 2, num_stages)
+    layers = _even(run.layers, num_stages)
+    return [count + (index == 0) + (index == num_stages - 1) for index, count in enumerate(layers)]
+
+
+def _even(total: int, parts: int) -> list[int]:
+    """``total`` in ``parts`` shares that differ by at most one, the larger ones in the middle."""
+    share, rest = divmod(total, parts)
+    counts = [share] * parts
+    order = sorted(range(parts), key=lambda index: (abs(index - (parts - 1) / 2), index))
+    for index in order[:rest]:
+        counts[index] += 1
+    return counts
+
+
+def _from_cuts(bounds: list[int], layers: int) -> list[int] | None:
+    """Units of each stage from cuts over a longer list of modules: what lies before the layers counts as the embedding unit."""
+    extra = bounds[-1] - layers
+    before = extra // 2
+    units = []
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        inside = min(high, before + layers) - max(low, before)
+        units.append(max(0, inside))
+    units[0] += 1
+    units[-1] += 1
+    return units if sum(units) == layers + 2 and all(units) else None
+
+
+def recompute_runs(mode: str, first: int, num_units: int, total_units: int, *, every: int = 1) -> tuple[RecomputeRun, ...]:
+    """Recompute of the layers among the units from ``first`` on (never of embedding and tail). ``every``: one layer in so many."""
+    layers = [unit for unit in range(first, first + num_units) if 0 < unit < total_units - 1]
+    if mode == "none" or not layers:
+        return ()
+    if mode == "attention":
+        return (RecomputeRun(first_unit=layers[0], num_units=len(layers), mode=RecomputeMode.SELECTIVE, op_classes=("attention",)),)
+    if every == 1:
+        return (RecomputeRun(first_unit=layers[0], num_units=len(layers), mode=RecomputeMode.FULL),)
+    return tuple(RecomputeRun(first_unit=unit, num_units=1, mode=RecomputeMode.FULL) for unit in layers if unit % every == 0)
+
+
+def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: str, num_micro_batches: int | None = None) -> Plan:
+    """The plan. ``num_micro_batches`` other than the run's makes a shorter step of the same pipeline."""
+    passes = num_micro_batches or sizes.num_micro_batches
+    num_stages = sizes.pp * sizes.chunks
+    counts, first = split_units(run, num_stages), 0
+    total = sum(counts)
+    per_rank = sizes.dp * sizes.tp
+    stages = []
+    for number, count in enumerate(counts):
+        rank = number % sizes.pp
+        stages.append(
+            Stage(
+                devices=tuple(range(rank * per_rank, (rank + 1) * per_rank)), first_unit=first, num_units=count,
+                mesh=Mesh(dp=sizes.dp, tp=sizes.tp), zero=sizes.zero if sizes.dp > 1 else 0, shard_group=sizes.shard_group,
+                sequence_parallel=sequence_parallel(run, sizes.tp, framework),
+                recompute=recompute_runs(recompute.partition("/")[0], first, count, total, every=int(recompute.partition("/")[2] or 1)),
+            )
+        )  # fmt: skip
+        first += count
+    return Plan(
+        name=run.id, strategy=strategy_text(sizes, recompute), global_batch=sizes.micro_batch * sizes.dp * passes,
+        seq_len=sizes.seq_len,
+        pipelines=(Pipeline(stages=tuple(stages), micro_batch=sizes.micro_batch, num_micro_batches=passes),),
+        schedule=schedule_of(run, sizes, passes),
+        collectives=CollectiveOptions(bucket_bytes=framework.bucket_bytes, prefetch_units=framework.prefetch_units),
+    )  # fmt: skip
+
+
+def schedule_of(run: PublishedRun, sizes: Sizes, passes: int) -> PipelineSchedule:
+    """The schedule; interleaved ones are written out as rows."""
+    if sizes.chunks == 1:
+        return PipelineSchedule(name="gpipe" if passes < sizes.pp else framework_schedule(run))
+    from planner.validate_runs.interleaved import interleaved_rows
+    from specs.schedule import to_text
+
+    return PipelineSchedule(
+        name="custom", stages_per_rank=sizes.chunks, rows=tuple(to_text(interleaved_rows(sizes.pp, passes, sizes.chunks)))
+    )
+
+
+def sequence_parallel(run: PublishedRun, tp: int, framework: Framework) -> bool:
+    """Whether the residual stream is split over tp."""
+    if tp == 1:
+        return False
+    return run.sequence_parallel if run.sequence_parallel is not None else framework.default_sequence_parallel
+
+
+def strategy_text(sizes: Sizes, recompute: str) -> str:
+    """The short form for people."""
+    parts = [f"pp={sizes.pp}", f"dp={sizes.dp}", f"tp={sizes.tp}", f"micro_batch={sizes.micro_batch}", f"zero={sizes.zero}"]
+    if sizes.chunks > 1:
+        parts.append(f"chunks={sizes.chunks}")
+    return " ".join([*parts, f"recompute={recompute}"])

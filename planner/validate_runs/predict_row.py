@@ -1,0 +1,125 @@
+"""From one row to its prediction: model, cluster, workload and plan, then the simulator. No measured value is in reach here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from planner.validate_runs.clusters import cluster_of
+from planner.validate_runs.frameworks import Framework, framework_of, precision_of
+from planner.validate_runs.models import ENCODERS, model_of
+from planner.validate_runs.plans import Sizes, plan_of, sizes_of
+from planner.validate_runs.runs import PublishedRun, SkippedRun
+from profiler.hf import DecoderConfig
+from simulator.cost_model import CostModel
+from simulator.predict import fits
+from simulator.steady_state import predict_long
+from specs.errors import InvalidInput
+from specs.graph import ModelGraph
+from specs.prediction import Prediction
+from specs.training import TrainingSpec
+
+Capture = Callable[[DecoderConfig], ModelGraph]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrediction:
+    """A predicted row."""
+
+    run: PublishedRun
+    prediction: Prediction
+    framework: str
+    strategy: str
+    recompute: str
+    fits: bool
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Throughput as tables print it."""
+        return self.prediction.tokens_per_s / (self.run.num_gpus or 1)
+
+
+@dataclass
+class RunPredictor:
+    """Predicts rows; graphs and cost models are shared between rows that have them in common."""
+
+    capture: Capture
+    _graphs: dict[str, ModelGraph] = field(default_factory=dict)
+    _models: dict[tuple[object, ...], CostModel] = field(default_factory=dict)
+
+    def predict(self, run: PublishedRun) -> RunPrediction:
+        """The prediction of a row; raises :class:`SkippedRun` where it cannot be predicted."""
+        framework = framework_of(run)
+        assumed: list[str] = []
+        model = model_of(run, vocab_multiple=framework.vocab_multiple(run.tp or 1))
+        sizes = sizes_of(run, framework, assumed)
+        cluster, link_assumptions = cluster_of(run)
+        assumed += [*model.assumed, *link_assumptions]
+        workload = workload_of(run, framework, sizes)
+        graph = self._graph(model.settings)
+        key = (id(graph), id(cluster), workload.content_hash(), framework.software)
+        if key not in self._models:
+            try:
+                self._models[key] = CostModel(graph, cluster, workload, software=framework.software)
+            except InvalidInput as error:
+                raise SkippedRun("not_priceable", str(error)) from None
+        return self._with_recompute(run, self._models[key], sizes, framework, assumed)
+
+    def _graph(self, settings: DecoderConfig) -> ModelGraph:
+        key = settings.model_dump_json()
+        if key not in self._graphs:
+            self._graphs[key] = self.capture(settings)
+        return self._graphs[key]
+
+    def _with_recompute(
+        self, run: PublishedRun, model: CostModel, sizes: Sizes, framework: Framework, assumed: list[str]
+    ) -> RunPrediction:
+        modes = recompute_modes(run, model.workload.attention_kernel)
+        for mode in modes:
+            prediction = self._prediction(run, model, sizes, framework, mode)
+            if len(modes) == 1 or fits(prediction) or mode == modes[-1]:
+                break
+        if len(modes) > 1:
+            assumed.append(f"recompute {mode}: the least that fits")
+        strategy = plan_of(run, sizes, framework, mode, 1 if sizes.pp == 1 else sizes.pp).strategy
+        return RunPrediction(run, prediction, framework.name, strategy, mode, fits(prediction), tuple(assumed))
+
+    def _prediction(self, run: PublishedRun, model: CostModel, sizes: Sizes, framework: Framework, mode: str) -> Prediction:
+        try:
+            return predict_long(
+                model, lambda passes: plan_of(run, sizes, framework, mode, passes), sizes.num_micro_batches, sizes.pp, sizes.chunks
+            )
+        except InvalidInput as error:
+            raise SkippedRun("not_expressible", str(error)) from None
+
+
+def recompute_modes(run: PublishedRun, attention_kernel: str) -> tuple[str, ...]:
+    """``none``, ``attention``, ``full`` or ``full/N`` (every N-th layer); several where the row leaves it open, least first."""
+    word = run.recompute.lower()
+    if word == "selective":
+        return ("full/2",) if _by_layers(run) else ("attention",)
+    if word in ("none", "full"):
+        return (word,)
+    return ("none", "attention", "full") if attention_kernel == "math" else ("none", "full")
+
+
+def _by_layers(run: PublishedRun) -> bool:
+    """PyTorch-native trainers recompute a share of layers or ops; Megatron's selective recompute is attention's core."""
+    return run.zero_stage.lower().startswith(("fsdp", "hsdp"))
+
+
+def workload_of(run: PublishedRun, framework: Framework, sizes: Sizes) -> TrainingSpec:
+    """The workload. Without a word on attention, kernels are fused from 2023 on."""
+    flash = run.flash_attention
+    if flash is None:
+        flash = (run.year or 2024) >= 2023
+    return TrainingSpec(
+        global_batch=sizes.global_batch, seq_len=sizes.seq_len, precision=precision_of(run, framework),
+        attention_kernel="flash" if flash else "math", loss_kernel="full",
+    )  # fmt: skip
+
+
+def is_encoder(run: PublishedRun) -> bool:
+    """BERT-like: attention looks both ways."""
+    return run.family.lower() in ENCODERS
