@@ -1,0 +1,99 @@
+"""Candidates of a search: each skeleton refined and confirmed at most once, whoever asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.assemble import Assembler
+from planner.bounds import Bounds
+from planner.layout import Pool
+from planner.prices import Prices
+from planner.refine import DoesNotFit, Prepared, Refined, Refiner
+from planner.space import Space
+from planner.strategy_text import Strategy
+from simulator.predict import fits, predict
+from specs.plan import Plan
+from specs.prediction import Prediction
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """A candidate that the event simulation confirmed: it fits."""
+
+    row: int
+    strategy: Strategy
+    pool: Pool
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted step time."""
+        return self.prediction.step_time_s
+
+
+class Candidates:
+    """Refines and confirms rows of a space."""
+
+    def __init__(
+        self, prices: Prices, assembler: Assembler, space: Space, bounds: Bounds, *, split: tuple[int, ...] | None, seed: int
+    ) -> None:
+        self.prices, self.assembler, self.space, self.bounds, self.split = prices, assembler, space, bounds, split
+        self.refiner = Refiner(prices, seed)
+        self.memory_misses: dict[int, DoesNotFit] = {}
+        self._prepared: dict[int, Prepared | DoesNotFit] = {}
+        self._refined: dict[int, Refined | DoesNotFit] = {}
+        self._confirmed: dict[int, Confirmed | DoesNotFit] = {}
+
+    @property
+    def num_confirmed(self) -> int:
+        """Candidates simulated so far."""
+        return len(self._confirmed)
+
+    def pool(self, row: int) -> Pool:
+        """The devices of a row."""
+        return self.space.layout(row).pool
+
+    def prepare(self, row: int) -> Prepared | DoesNotFit:
+        """Its exact memory and a first bound."""
+        if row not in self._prepared:
+            skeleton = self.space.strategy(row)
+            if self.split is not None and skeleton.pp > 1:
+                skeleton = replace(skeleton, split=self.split)
+            found = self.refiner.prepare(skeleton, self.pool(row), int(self.space.rows[row]["num_micro_batches"]))
+            if isinstance(found, DoesNotFit):
+                self.memory_misses[row] = found
+            self._prepared[row] = found
+        return self._prepared[row]
+
+    def refine(self, row: int) -> Refined | DoesNotFit:
+        """Its best split."""
+        if row not in self._refined:
+            prepared = self.prepare(row)
+            self._refined[row] = prepared if isinstance(prepared, DoesNotFit) else self.refiner.split(prepared)
+        return self._refined[row]
+
+    def bound_s(self, row: int) -> float:
+        """The best bound known of a row's step time."""
+        known = [self._prepared.get(row), self._refined.get(row)]
+        return max(float(self.bounds.time_s[row]), *(item.bound_s for item in known if isinstance(item, (Prepared, Refined))), 0.0)
+
+    def confirm(self, row: int) -> Confirmed | DoesNotFit:
+        """Its plan, simulated; :class:`DoesNotFit` when it needs more memory than there is."""
+        if row not in self._confirmed:
+            self._confirmed[row] = self._simulate(row)
+        return self._confirmed[row]
+
+    def _simulate(self, row: int) -> Confirmed | DoesNotFit:
+        refined = self.refine(row)
+        if isinstance(refined, DoesNotFit):
+            return refined
+        pool, model = self.pool(row), self.prices.model
+        plan = self.assembler.plan(refined.strategy, pool)
+        prediction = predict(model.graph, model.cluster, model.workload, plan, model.profile, cost_model=model)
+        if fits(prediction):
+            return Confirmed(row, refined.strategy, pool, plan, prediction)
+        worst = max(prediction.ranks, key=lambda rank: (rank.memory.reserved_bytes or 0.0) / rank.memory.capacity_bytes)
+        missing = DoesNotFit((worst.memory.reserved_bytes or 0.0) - worst.memory.capacity_bytes, worst.memory.capacity_bytes)
+        self.memory_misses[row] = missing
+        return missing

@@ -1,0 +1,109 @@
+"""A given strategy as a plan: ``plan_from_strategy``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner import rules
+from planner.assemble import Assembler
+from planner.layout import Pool, whole_cluster
+from planner.prices import Prices
+from planner.refine import Refined, Refiner
+from planner.strategy_text import SUBJECT, Strategy, parse_strategy
+from simulator.cost_model import CostModel
+from specs.cluster import ClusterSpec
+from specs.errors import InvalidInput, Violation
+from specs.graph import ModelGraph
+from specs.plan import Plan
+from specs.training import TrainingSpec
+
+__all__ = ["Strategy", "check_strategy", "parse_strategy", "plan_from_strategy"]
+
+
+def plan_from_strategy(
+    strategy: str | Strategy,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    workload: TrainingSpec,
+    cost_model: CostModel | None = None,
+) -> Plan:
+    """The explicit plan of a strategy on a resolved cluster.
+
+    ``dp`` defaults to all devices that pp x tp leave; ``split`` to the one that the stage program finds (balanced by time within
+    memory, by time alone where memory does not suffice: the prediction then says so). Raises :class:`InvalidInput` with every
+    violation.
+    """
+    given = parse_strategy(strategy) if isinstance(strategy, str) else strategy
+    pool = _pool(cluster, given.tp, workload)
+    dp = given.dp if given.dp is not None else pool.size // (given.pp * given.tp)
+    violations = check_strategy(given, graph, cluster, workload)
+    if violations:
+        raise InvalidInput(violations, subject=f"strategy '{given.text()}'")
+    complete = replace(given, dp=dp)
+    if given.pp > 1 and given.split is None:
+        complete = _split(complete, pool, cost_model or CostModel(graph, cluster, workload), workload.global_batch)
+    return Assembler(graph, cluster, workload).plan(complete, pool)
+
+
+def _split(strategy: Strategy, pool: Pool, model: CostModel, global_batch: int) -> Strategy:
+    refiner = Refiner(Prices(model))
+    passes = global_batch // ((strategy.dp or 1) * strategy.micro_batch)
+    used = Pool(pool.places[: strategy.pp * (strategy.dp or 1) * strategy.tp], pool.label)
+    found = refiner.refine(strategy, used, passes)
+    if not isinstance(found, Refined):
+        found = refiner.refine(strategy, used, passes, ignore_memory=True)
+    if not isinstance(found, Refined):
+        raise InvalidInput.single("no_split", f"no split of the model's units over {strategy.pp} stages was found", subject=SUBJECT)
+    return found.strategy
+
+
+def _pool(cluster: ClusterSpec, tp: int, workload: TrainingSpec) -> Pool:
+    """The devices for a given strategy: nodes that tp divides, in rank order, within the workload's limit on devices."""
+    everything = whole_cluster(cluster)
+    sizes = [group.devices_per_node or 0 for group in cluster.nodes]
+    places = [place for place in everything.places if sizes[place.group] % tp == 0] or list(everything.places)
+    limit = workload.limits.max_devices
+    return Pool(tuple(places[:limit] if limit is not None else places), everything.label)
+
+
+def check_strategy(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> list[Violation]:
+    """Every rule that the strategy breaks on this model, cluster and workload."""
+
+    def loc(key: str) -> tuple[str, str]:
+        return (SUBJECT, key)
+
+    pool = _pool(cluster, strategy.tp, workload)
+    pp, tp = strategy.pp, strategy.tp
+    found = rules.tp_divides_sizes(graph, tp, loc("tp"))
+    found += rules.tp_inside_node(tp, _node_sizes(cluster, pool), loc("tp"))
+    found += rules.pp_at_most_units(pp, graph.num_units(), loc("pp"))
+    found += rules.micro_batch_allowed(workload, strategy.micro_batch, loc("micro_batch"))
+    found += rules.zero_with_pipeline(strategy.zero, pp, loc("zero"))
+    found += rules.sequence_divisible_by_tp(workload.max_seq_len, tp, strategy.sequence_parallel, loc("sequence_parallel"))
+    found += rules.recompute_classes(strategy.recompute, strategy.op_classes, loc("recompute"))
+    if strategy.split is not None and pp > 1:
+        found += rules.split_covers_units(strategy.split, pp=pp, num_units=graph.num_units(), loc=loc("split"))
+    return found + _check_batch(strategy, pool, workload)
+
+
+def _node_sizes(cluster: ClusterSpec, pool: Pool) -> set[int]:
+    return {cluster.nodes[index].devices_per_node or 1 for index in {place.group for place in pool.places}}
+
+
+def _check_batch(strategy: Strategy, pool: Pool, workload: TrainingSpec) -> list[Violation]:
+    """Rules about devices, dp and micro-batches."""
+    pp, tp = strategy.pp, strategy.tp
+    limit = "the workload allows" if workload.limits.max_devices == pool.size else "the cluster has"
+    if strategy.dp is None and pool.size % (pp * tp) and pp * tp <= pool.size:
+        return rules.devices_divisible(pool.size, pp, tp, (SUBJECT, "dp"))
+    dp = strategy.dp if strategy.dp is not None else max(1, pool.size // (pp * tp))
+    found = rules.devices_enough(pp * dp * tp, pool.size, (SUBJECT, "dp" if strategy.dp else "pp"), limit=limit)
+    found += rules.shard_group_divides_dp(strategy.shard_group, dp, strategy.zero, (SUBJECT, "shard_group"))
+    batch = rules.batch_splits(workload.global_batch, dp, strategy.micro_batch, (SUBJECT,))
+    if batch:
+        return found + batch
+    sequences = workload.global_batch // dp
+    return found + rules.schedule_rules(
+        strategy.schedule, pp=pp, num_micro_batches=sequences // strategy.micro_batch, loc=(SUBJECT, "micro_batch"),
+        sequences_per_rank=sequences,
+    )  # fmt: skip

@@ -1,0 +1,202 @@
+"""What a stage's units cost within a step, under the rules of the step simulation: the parts of every lower bound.
+
+Two resources run at once on a device, compute and data-parallel collectives; while both run, compute takes a times and collectives
+take b times as long. ``overlap_s`` is the least time for work C and M on the two. Everything here counts what the simulation must
+spend at least, so bounds made of it never exceed a simulated step. Arrays: [..., K] per kind of unit, leading axes broadcast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planner.prices import Floats, Prices, ShardPrices, UnitPrices
+from planner.sites import Site
+from simulator.runtime_rules import RuntimeRules
+from specs.plan import CollectiveOptions
+
+
+def overlap_s(rules: RuntimeRules, compute_s: Any, comm_s: Any) -> Any:
+    """Least time for both: with o seconds of running together, T = C + M - o (1/a + 1/b - 1), o <= a C and o <= b M."""
+    return np.maximum(compute_s + hidden_cost(rules) * comm_s, comm_s + hidden_cost(rules, of_compute=True) * compute_s)
+
+
+def hidden_cost(rules: RuntimeRules, *, of_compute: bool = False) -> float:
+    """Seconds that a second of hidden communication costs: b (1 - 1/a), at most 1; with ``of_compute`` the other way round."""
+    a, b = rules.compute_slowdown, rules.comm_slowdown
+    return min(1.0, a * (1 - 1 / b) if of_compute else b * (1 - 1 / a))
+
+
+@dataclass(frozen=True)
+class PipelineTerms:
+    """Per kind, for pp > 1.
+
+    ``forward_s``, ``backward_s`` (gradient addition included, ``add_s`` that part) of each micro-batch; ``once_s`` a step;
+    ``first_s`` more in the first forward (weights gathered and unpacked), ``wait_s`` more if the unit is the first of its stage.
+    ``reduce_s``: reductions of one micro-batch that run beside or after backward; ``tails``: (per kind, constant) pieces, each a
+    bound on what a stage does after its last backward; ``comm_s``: least seconds of the two resources a micro-batch where
+    reductions of every micro-batch may take longer than compute.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    add_s: Floats
+    once_s: Floats
+    first_s: Floats
+    wait_s: Floats
+    reduce_s: Floats
+    tails: tuple[tuple[Floats, float], ...]
+    comm_s: Floats | None = None
+
+    @property
+    def cost_s(self) -> Floats:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+def accumulation_s(shards: ShardPrices, passes: Any, *, zero: int, sharded: bool) -> Any:
+    """Adding gradients of later micro-batches, per kind and pass; none where every pass reduces its own."""
+    if zero >= 2 and sharded:
+        return 0.0 * shards.add_s
+    return np.where(np.asarray(passes)[..., None] > 1, shards.add_s, 0.0)
+
+
+def pipeline_terms(
+    prices: Prices, site: Site, device: tuple[str, float], units: UnitPrices, *, zero: int, passes: Any
+) -> PipelineTerms:
+    """Terms of a stage of a pipeline; ``passes`` = micro-batches, a number or an array over the leading axes."""
+    rules, shards = prices.rules, prices.shards(*device, site)
+    sharded = zero > 0 and site.shard_shape.size > 1
+    add = accumulation_s(shards, passes, zero=zero, sharded=sharded)
+    backward = units.backward_s + add
+    none = np.zeros_like(units.forward_s)
+    if not sharded:
+        reduce = shards.all_reduce_s if zero == 0 else shards.all_reduce_s * 0.0
+        return PipelineTerms(units.forward_s, backward, add, none, none, none, reduce, ((reduce + none, 0.0),))
+    first, wait = _first_forward(prices, shards, units.forward_s)
+    once = none
+    if rules.reduce_inline:
+        if zero >= 2:
+            backward = backward + shards.reduce_s
+        else:
+            once = once + shards.reduce_s
+        return PipelineTerms(units.forward_s, backward, add, once, first, wait, shards.reduce_s * 0.0, ((none, 0.0),))
+    hidden, back = hidden_cost(rules), hidden_cost(rules, of_compute=True)
+    comm = None
+    if zero >= 2:
+        once = once + np.asarray(passes, dtype=float)[..., None] * hidden * shards.reduce_s
+        comm = shards.reduce_s + back * (units.forward_s + backward)
+    tails = (
+        (none + hidden * shards.reduce_s, (1 - hidden) * float(shards.reduce_s.min())),
+        (shards.reduce_s - (1 - back) * backward, 0.0),
+    )
+    return PipelineTerms(units.forward_s, backward, add, once, first, wait, shards.reduce_s, tails, comm)
+
+
+def _first_forward(prices: Prices, shards: ShardPrices, forward_s: Floats) -> tuple[Floats, Floats]:
+    """(more in the first forward per kind, wait for a stage's first unit): a stage waits for its first unit's weights, then gathers
+    the others beside compute. Of the two linear pieces of ``overlap_s`` the one that is larger over the whole model counts."""
+    rules, gather = prices.rules, shards.gather_s
+    none = np.zeros_like(forward_s)
+    if rules.gather_inline:
+        return none + shards.unpack_s + gather, none
+    hidden, back = hidden_cost(rules), hidden_cost(rules, of_compute=True)
+    compute_bound = none + shards.unpack_s + hidden * gather
+    comm_bound = gather + back * (forward_s + shards.unpack_s) - forward_s
+    larger = ((comm_bound - compute_bound) @ prices.counts > 0)[..., None]
+    return np.where(larger, comm_bound, compute_bound), np.where(larger, 0.0, (1 - hidden) * gather + none)
+
+
+def single_stage_s(
+    prices: Prices,
+    site: Site,
+    device: tuple[str, float],
+    units: UnitPrices,
+    *,
+    zero: int,
+    passes: Any,
+    bucket_bytes: float | None = None,
+) -> Any:
+    """Least step time without a pipeline, from the terms of all units. ``passes``: number or array over the leading axes."""
+    rules, shards, counts = prices.rules, prices.shards(*device, site), prices.counts
+    m = np.asarray(passes, dtype=float)
+    sharded = zero > 0 and site.shard_shape.size > 1
+    forward, backward = units.forward_s @ counts, units.backward_s @ counts
+    again = forward + backward + accumulation_s(shards, passes, zero=zero, sharded=sharded) @ counts
+    after = partial_grads_s(prices, site, units.partial_grad_elements @ counts)
+    optimizer = optimizer_s(prices, site, device, float(prices.sizes(site.tp_shape.size).trainable @ counts), zero=zero)
+    if zero == 0 and site.dp_shape.size > 1:
+        total, last = ddp_buckets_s(prices, site, bucket_bytes or CollectiveOptions().bucket_bytes)
+        copied = backward + shards.bucket_copy_s @ counts
+        end = np.maximum(overlap_s(rules, copied, total - last) + last, copied + after)
+        return forward + (m - 1) * again + end + optimizer
+    if not sharded:
+        return forward + backward + (m - 1) * again + after + optimizer
+    if zero == 3:
+        return _fully_sharded_s(prices, shards, forward, backward, m, after) + optimizer
+    gather, first_gather = shards.gather_s @ counts, shards.gather_s[prices.first_kind]
+    reduce, last_reduce = shards.reduce_s @ counts, shards.reduce_s[prices.first_kind]
+    front = forward + shards.unpack_s @ counts
+    front = front + gather if rules.gather_inline else first_gather + overlap_s(rules, front, gather - first_gather)
+    if zero == 1:
+        if rules.reduce_inline:
+            return front + (m - 1) * again + backward + reduce + after + optimizer
+        end = np.maximum(overlap_s(rules, backward, reduce - last_reduce) + last_reduce, backward + after)
+        return front + (m - 1) * again + end + optimizer
+    rest = (m - 1) * forward + m * backward
+    if rules.reduce_inline:
+        return front + rest + m * reduce + after + optimizer
+    return front + np.maximum(overlap_s(rules, rest, m * reduce - last_reduce) + last_reduce, rest + after) + optimizer
+
+
+def _fully_sharded_s(prices: Prices, shards: ShardPrices, forward: Any, backward: Any, m: Any, after: Any) -> Any:
+    """zero 3: weights gathered for each forward and each backward (the last unit's are still there), reduced in every pass."""
+    rules, counts = prices.rules, prices.counts
+    twice = 2 * counts
+    twice[prices.last_kind] -= 1
+    compute, comm = m * (forward + backward + shards.unpack_s @ twice), 0.0 * m
+    first = last = 0.0
+    if rules.prefetched_gather_inline:
+        compute = compute + m * (shards.gather_s @ twice)
+    else:
+        first = float(shards.gather_s[prices.first_kind])
+        comm = comm + m * (shards.gather_s @ twice) - first
+    if rules.reduce_inline:
+        compute = compute + m * (shards.reduce_s @ counts)
+    else:
+        last = float(shards.reduce_s[prices.first_kind])
+        comm = comm + m * (shards.reduce_s @ counts) - last
+    return first + np.maximum(overlap_s(rules, compute, comm) + last, compute + after)
+
+
+def ddp_buckets_s(prices: Prices, site: Site, bucket_bytes: float) -> tuple[float, float]:
+    """(all, the last) all-reduce of DDP's buckets, which fill in backward order and close when full."""
+    grads = prices.sizes(site.tp_shape.size).grad_bytes[prices.kind_of_unit]
+    times, pending = [0.0], 0.0
+    for index in reversed(range(len(grads))):
+        pending += float(grads[index])
+        if pending >= bucket_bytes or index == 0:
+            times.append(prices.model.network.collective("all_reduce", pending, site.dp_shape).seconds)
+            pending = 0.0
+    return sum(times), times[-1]
+
+
+def partial_grads_s(prices: Prices, site: Site, elements: Any) -> Any:
+    """Sequence parallel: summing gradients of whole parameters over tp."""
+    if site.tp_shape.size == 1:
+        return 0.0 * np.asarray(elements)
+    grad_bytes = prices.model.state_bytes_per_param[1]
+    flat = np.atleast_1d(elements)
+    seconds = {
+        value: prices.model.network.collective("all_reduce", value * grad_bytes, site.tp_shape).seconds
+        for value in set(flat.tolist())
+    }
+    return np.array([seconds[value] for value in flat.tolist()]).reshape(np.shape(elements))
+
+
+def optimizer_s(prices: Prices, site: Site, device: tuple[str, float], trainable: float, *, zero: int) -> float:
+    """Optimizer step of a rank that holds ``trainable`` parameters before sharding."""
+    degree = site.shard_shape.size if zero else 1
+    return device[1] * prices.model.optimizer_s(device[0], trainable / degree)
