@@ -99,21 +99,18 @@ class _Clock:
 
 def other_strategies(workload: TrainingSpec, num_devices: int) -> dict[str, str]:
     """Plans of different kinds for ``num_devices`` equal devices, by what they are called."""
-    share = workload.global_batch // num_devices
-    half = max(1, share // 2)
-    rest = num_devices // 2
-    replicas = f" dp={rest}" if rest > 1 else ""
-    per_pipeline = workload.global_batch // rest
-    strategies = {
-        "DDP": f"dp={num_devices} micro_batch={share} zero=0",
-        "ZeRO-2": f"dp={num_devices} micro_batch={half} zero=2",
-        "ZeRO-3": f"dp={num_devices} micro_batch={share} zero=3",
-        "tensor parallel": f"tp=2{replicas} micro_batch={per_pipeline}",
-        "pipeline 1F1B": f"pp=2{replicas} micro_batch={max(1, per_pipeline // 4)}",
-        "full recompute": f"dp={num_devices} micro_batch={share} zero=0 recompute=full",
-        "DDP, micro-batch 1": f"dp={num_devices} micro_batch=1 zero=0",
+    share, rest = workload.global_batch // num_devices, num_devices // 2
+    half, of_pair = max(1, share // 2), workload.global_batch // rest
+    flat = f"pp=1 tp=1 dp={num_devices}"
+    return {
+        "DDP": f"{flat} micro_batch={share} zero=0 recompute=none",
+        "ZeRO-2": f"{flat} micro_batch={half} zero=2 recompute=none",
+        "ZeRO-3": f"{flat} micro_batch={share} zero=3 recompute=none",
+        "tensor parallel": f"pp=1 tp=2 dp={rest} micro_batch={of_pair} zero=0 recompute=none",
+        "pipeline 1F1B": f"pp=2 tp=1 dp={rest} micro_batch={max(1, of_pair // 4)} zero=0 recompute=none",
+        "full recompute": f"{flat} micro_batch={share} zero=0 recompute=full",
+        "DDP, micro-batch 1": f"{flat} micro_batch=1 zero=0 recompute=none",
     }
-    return strategies
 
 
 def run_demo(options: DemoOptions, view: View) -> DemoResult:

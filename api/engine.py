@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from api.schemas import PlanOptions
-from specs.answer import BrokenLimit, PlanAnswer, SearchRecord
+from specs.answer import PlanAnswer
 from specs.base import InvalidInputValue
 from specs.cluster import ClusterSpec
 from specs.errors import InvalidInput, Violation
 from specs.graph import ModelGraph
 from specs.measurement import Comparison, Measurement
 from specs.plan import Plan
-from specs.prediction import MemoryPrediction, Prediction
+from specs.prediction import Prediction
 from specs.profile import Profile
 from specs.progress import ProgressSink, ignore
 from specs.training import TrainingSpec
-from specs.units import format_bytes
 
 Params = ParamSpec("Params")
 Answer = TypeVar("Answer")
@@ -148,35 +147,11 @@ class Engine:
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None,
         options: PlanOptions, progress: ProgressSink = ignore,
     ) -> PlanAnswer:  # fmt: skip
-        """The best plan, or the answer for the one forced strategy. Isolated: may compute for minutes."""
-        if options.strategy is not None:
-            return self._forced(graph, cluster, workload, profile, options.strategy)
+        """The best plan that has the fields of ``options.strategy``, if any. Isolated: may compute for minutes."""
         from planner.search import SearchOptions, search
 
-        chosen = SearchOptions(time_limit_s=options.time_limit_s, top=options.top, seed=options.seed)
+        chosen = SearchOptions(time_limit_s=options.time_limit_s, top=options.top, seed=options.seed, strategy=options.strategy)
         return search(graph, cluster, workload, profile=profile, options=chosen, progress=progress)
-
-    def _forced(
-        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None, strategy: str
-    ) -> PlanAnswer:
-        plan = self.plan_of(strategy, graph, cluster, workload)
-        prediction = self.estimate(graph, cluster, workload, plan, profile)
-        search = SearchRecord(candidates=1, priced=1, confirmed=1)
-        explanation = (f"strategy '{strategy}' was given: nothing else was searched",)
-        if not fits(prediction):
-            limit = memory_limit(prediction.memory)
-            return PlanAnswer(
-                status="infeasible", search=search, rejected={"memory": 1}, limits=(limit,), explanation=explanation,
-                assumptions=prediction.assumptions,
-            )  # fmt: skip
-        return PlanAnswer(
-            status="feasible",
-            plan=plan,
-            prediction=prediction,
-            search=search,
-            assumptions=prediction.assumptions,
-            explanation=explanation,
-        )
 
     @_reporting
     def plan_of(self, strategy: str, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> Plan:
@@ -277,27 +252,3 @@ def fits(prediction: Prediction) -> bool:
     from simulator.predict import fits as every_rank_fits
 
     return every_rank_fits(prediction)
-
-
-def memory_limit(memory: MemoryPrediction) -> BrokenLimit:
-    """The memory limit that a plan breaks, by how much, and what would help."""
-    needed, available = memory.reserved_bytes or memory.peak_bytes, memory.capacity_bytes
-    largest = max(memory.terms, key=lambda term: memory.terms[term], default="activations")
-    help_by_term = {
-        "activations": "recompute=full or a smaller micro_batch",
-        "workspace": "a smaller micro_batch or a larger tp",
-        "optimizer": "zero=1 or more devices",
-        "grads": "zero=2 or more devices",
-        "params": "zero=3, a larger tp or pp",
-        "gathered": "a larger tp or pp",
-    }
-    return BrokenLimit(
-        limit="memory",
-        needed=needed,
-        available=available,
-        unit="bytes",
-        message=f"device {memory.peak_rank} needs {format_bytes(needed)} with margin and baseline, has {format_bytes(available)}: "
-        f"{format_bytes(needed - available)} too much; the largest term is {largest} "
-        f"({format_bytes(memory.terms.get(largest, 0.0))})",
-        relaxations=(help_by_term.get(largest, "more devices"),),
-    )

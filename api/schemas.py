@@ -17,7 +17,7 @@ Reference = str | dict[str, Any]
 
 
 class PlanOptions(Spec):
-    """How to search. With ``strategy`` nothing is searched: that strategy alone is made explicit, checked and priced."""
+    """How to search. ``strategy`` gives fields that the plan must have; what it leaves open is searched."""
 
     time_limit_s: float = Field(default=60.0, gt=0)
     top: int = Field(default=5, ge=1, le=50, description="alternatives to list")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
+import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from specs.errors import InvalidInput, Violation, nearest_name
 from specs.graph import ModelGraph
 
 CAPTURE_LIMIT_S = 600.0
+LOCAL_LIMIT_S = 300.0
 PLURALS = {
     "model": "models",
     "cluster": "clusters",
@@ -54,13 +57,22 @@ class Service:
         self._capturing = threading.Lock()
 
     def register_local(self) -> None:
-        """Register this machine as the cluster 'local', as the operator asked."""
-        if self.settings.local_devices:
-            cluster = isolated(self.engine.local_cluster, self.settings.local_devices, time_limit_s=120)
-            self.store.put_document(
-                "cluster", name=cluster.name, content_hash=cluster.content_hash(), document=cluster.to_dict(),
-                attributes={"local": True, "num_devices": cluster.num_devices}, fixed_id=LOCAL_CLUSTER_ID,
-            )  # fmt: skip
+        """Register this machine as the cluster 'local', as the operator asked; measured once per machine and device count."""
+        count = self.settings.local_devices
+        machine = f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores"
+        facts = {"local": True, "num_devices": count, "machine": machine}
+        before = self.store.document("cluster", LOCAL_CLUSTER_ID)
+        if count == 0 or (before is not None and before.attributes == facts):
+            return
+        cluster = isolated(self.engine.local_cluster, count, time_limit_s=LOCAL_LIMIT_S)
+        self.store.put_document(
+            "cluster",
+            name=cluster.name,
+            content_hash=cluster.content_hash(),
+            document=cluster.to_dict(),
+            attributes=facts,
+            fixed_id=LOCAL_CLUSTER_ID,
+        )
 
     def document(self, kind: str, identifier: str) -> StoredDocument:
         """The stored document, or 404 naming the nearest id."""

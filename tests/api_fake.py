@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from specs.errors import Violation
 from specs.expr import Expr
 from specs.graph import Block, ModelGraph, Op, Segment, TensorSpec
 from specs.measurement import Comparison, Difference, Measurement
-from specs.plan import Pipeline, Plan, Stage
+from specs.plan import CollectiveOptions, Pipeline, Plan, Stage
 from specs.prediction import MemoryPrediction, Prediction
 from specs.profile import DeviceProfile, Profile
 from specs.progress import Progress, ProgressSink, ignore
@@ -68,7 +69,13 @@ def plan_for(workload: TrainingSpec, strategy: str = "dp=2") -> Plan:
     """Two replicas."""
     stage = Stage(devices=(0, 1), first_unit=0, num_units=1).replace(mesh={"dp": 2})
     pipeline = Pipeline(stages=(stage,), micro_batch=workload.global_batch // 2, num_micro_batches=1)
-    return Plan(strategy=strategy, global_batch=workload.global_batch, seq_len=workload.max_seq_len, pipelines=(pipeline,))
+    return Plan(
+        strategy=strategy,
+        global_batch=workload.global_batch,
+        seq_len=workload.max_seq_len,
+        pipelines=(pipeline,),
+        collectives=CollectiveOptions(bucket_bytes=1 + zlib.crc32(strategy.encode())),  # so that strategies are different plans
+    )
 
 
 class FakeEngine(Engine):

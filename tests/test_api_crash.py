@@ -111,6 +111,7 @@ def test_kill_during_an_execution(service: RealService) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_acknowledged_requests_survive_kills_at_any_moment(service: RealService) -> None:
     accepted: dict[str, str] = {}
     for round_number, delay_s in enumerate((0.0, 0.15, 0.9)):

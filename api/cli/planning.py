@@ -49,7 +49,9 @@ def plan(
     time_limit_s: Annotated[float, typer.Option("--time-limit", min=0.1, help="Seconds to search.")] = 60.0,
     top: Annotated[int, typer.Option(min=1, max=50, help="Alternatives to list.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the solvers.")] = 0,
-    strategy: StrategyOption = None,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", help="Fields that the plan must have, 'pp=2 zero=1'; the others are searched.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say what each choice gained.")] = False,
     out: OutputOption = None,
     as_json: JsonOption = False,
@@ -77,8 +79,8 @@ def _improvement(event: Progress) -> str | None:
     if "incumbent_s" not in event.data:
         return None
     bound = event.data.get("best_bound_s")
-    text = f"better plan: {format_seconds(event.data['incumbent_s'])}"
-    return text + (f", bound {format_seconds(bound)}" if bound else "") + f" {event.message}".rstrip()
+    text = f"better plan: {format_seconds(event.data['incumbent_s'])}" + (f", bound {format_seconds(bound)}" if bound else "")
+    return f"{text}  {event.data.get('strategy', '')}".rstrip()
 
 
 def _chosen(engine: Engine, plan_file: Path | None, strategy: str | None, given: tuple[Any, ...]) -> Plan:

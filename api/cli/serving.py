@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from api.cli.output import JsonOption, NoColorOption, output
+
+
+class LogLevel(StrEnum):
+    """Levels of the log."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+    DEBUG = "debug"
 
 
 def serve(
@@ -21,7 +32,7 @@ def serve(
         int | None, typer.Option("--local-devices", min=0, max=64, help="Register this machine as cluster 'local' of N processes.")
     ] = None,
     token: Annotated[str | None, typer.Option(envvar="MESHWRIGHT_TOKEN", help="Bearer token that requests must carry.")] = None,
-    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(help="How much to log on stderr.")] = LogLevel.INFO,
     stop_with_parent: Annotated[bool, typer.Option("--stop-with-parent", hidden=True)] = False,
     no_color: NoColorOption = False,
 ) -> None:
@@ -39,10 +50,20 @@ def serve(
     if stop_with_parent:
         set_parent_death_signal(signal.SIGTERM)
     settings = load_settings(host=host, port=port, database_url=database_url, local_devices=local_devices, token=token)
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     app = create_app(settings)
     with exclusive(settings.url):
         output.note(f"Meshwright on http://{settings.host}:{settings.port}, API at /docs; database {settings.shown_url}")
-        uvicorn.run(app, host=settings.host, port=settings.port, log_level=log_level, timeout_graceful_shutdown=3)
+        # Our middleware logs requests with their ids; uvicorn's own access lines would repeat them without.
+        uvicorn.run(
+            app,
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            log_level=log_level,
+            access_log=False,
+            timeout_graceful_shutdown=3,
+        )
 
 
 def demo(

@@ -76,7 +76,8 @@ def show_plan(console: Console, plan: Plan) -> None:
         rows.add_row(str(row["stage"]), row["devices"], row["units"], row["mesh"], str(row["zero"]), row["recompute"])
     console.print(rows)
     for pipeline in plan.pipelines:
-        shape = f"{pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch} per replica"
+        plural = "" if pipeline.num_micro_batches == 1 else "es"
+        shape = f"{pipeline.num_micro_batches} micro-batch{plural} of {pipeline.micro_batch} per replica"
         schedule = f", schedule {plan.schedule.name}" if pipeline.pp > 1 else ""
         console.print(f"global batch {plan.global_batch} × {plan.seq_len} tokens: {shape}{schedule}", style="dim", markup=False)
     if plan.unused_devices:

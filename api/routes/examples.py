@@ -26,7 +26,7 @@ _BY_KIND: dict[str, dict[str, Any]] = {
     "model": {"Hugging Face config": MODEL},
     "cluster": {"two DGX H100": CLUSTER},
     "workload": {"pretraining": WORKLOAD},
-    "plan": {"documents": PLAN, "stored documents": PLAN_BY_ID, "a given strategy": FORCED_PLAN},
+    "plan": {"documents": PLAN, "stored documents": PLAN_BY_ID, "with given fields": FORCED_PLAN},
     "estimate": {"a strategy": ESTIMATE},
     "profile": {"measure this machine": PROFILE_JOB},
     "execution": {"ten steps": EXECUTION},
