@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from api.demo_result import Run
@@ -23,10 +23,11 @@ KIND_COLOURS = {
     "other": "#c08bb0",
 }
 MAX_TIMELINE_EVENTS = 4000
+SECONDS = {"tickformat": "~s", "ticksuffix": "s"}  # axes in s, ms or us as it fits
 
 
 def waterfall(prediction: Prediction, measured: dict[str, float] | None) -> Figure:
-    """Predicted and, if given, measured terms of one step side by side, each adding up to its step. Milliseconds."""
+    """Predicted and, if given, measured terms of one step side by side, each adding up to its step. Seconds."""
     terms = [term for term in TIME_TERMS if prediction.waterfall.get(term) or (measured or {}).get(term)]
     series = [("predicted", prediction.waterfall, PREDICTED)]
     if measured is not None:
@@ -37,24 +38,28 @@ def waterfall(prediction: Prediction, measured: dict[str, float] | None) -> Figu
             "name": name,
             "offsetgroup": name,
             "x": [*terms, "step"],
-            "y": [*(values.get(term, 0.0) * 1e3 for term in terms), sum(values.values()) * 1e3],
+            "y": [*(values.get(term, 0.0) for term in terms), sum(values.values())],
             "measure": [*("relative" for _ in terms), "total"],
             "increasing": {"marker": {"color": colour}},
             "totals": {"marker": {"color": colour}},
             "decreasing": {"marker": {"color": colour}},
             "connector": {"line": {"width": 0.5}},
-            "hovertemplate": "%{x}: %{delta:.2f} ms<extra>" + name + "</extra>",
+            "hovertemplate": "%{x}: %{delta:.3s}s<extra>" + name + "</extra>",
         }
         for name, values, colour in series
     ]
-    layout = {"waterfallmode": "group", "yaxis": {"title": {"text": "ms per step"}, "rangemode": "tozero"}, "showlegend": True}
+    layout = {
+        "waterfallmode": "group",
+        "yaxis": {**SECONDS, "title": {"text": "time per step"}, "rangemode": "tozero"},
+        "showlegend": True,
+    }
     return {"data": traces, "layout": layout}
 
 
 def scatter(runs: Sequence[Run]) -> Figure:
-    """Predicted over measured step time with bands of 10% and 20%. Milliseconds."""
-    measured = [run.comparison.step_time.measured * 1e3 for run in runs]
-    predicted = [run.comparison.step_time.predicted * 1e3 for run in runs]
+    """Predicted over measured step time with bands of 10% and 20%. Seconds."""
+    measured = [run.comparison.step_time.measured for run in runs]
+    predicted = [run.comparison.step_time.predicted for run in runs]
     low, high = 0.85 * min([*measured, *predicted]), 1.15 * max([*measured, *predicted])
     bands = [_band(low, high, width, opacity) for width, opacity in ((0.2, 0.10), (0.1, 0.18))]
     line = {
@@ -70,9 +75,9 @@ def scatter(runs: Sequence[Run]) -> Figure:
         "type": "scatter", "mode": "markers+text", "x": measured, "y": predicted, "text": [run.label for run in runs],
         "textposition": "top center", "textfont": {"size": 10}, "showlegend": False,
         "marker": {"size": 10, "color": [MEASURED if run.chosen else PREDICTED for run in runs]},
-        "hovertemplate": "%{text}<br>measured %{x:.1f} ms<br>predicted %{y:.1f} ms<extra></extra>",
+        "hovertemplate": "%{text}<br>measured %{x:.4s}s<br>predicted %{y:.4s}s<extra></extra>",
     }  # fmt: skip
-    axis = {"range": [low, high], "ticksuffix": " ms"}
+    axis = {**SECONDS, "range": [low, high]}
     layout = {"xaxis": {**axis, "title": {"text": "measured"}}, "yaxis": {**axis, "title": {"text": "predicted"}}}
     return {"data": [*bands, line, points], "layout": layout}
 
@@ -121,7 +126,7 @@ def memory(predictions: Sequence[tuple[str, Prediction]], measured_bytes: Sequen
 
 
 def timeline(trace: dict[str, Any]) -> Figure | None:
-    """A Chrome trace as bars, one row per process and thread; None when it holds no complete events. Milliseconds."""
+    """A Chrome trace as bars, one row per process and thread; None when it holds no complete events. Seconds."""
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
     events = sorted(events, key=lambda event: event.get("ts", 0))[:MAX_TIMELINE_EVENTS]
     if not events:
@@ -136,12 +141,12 @@ def timeline(trace: dict[str, Any]) -> Figure | None:
             kind = kind_of(f"{event.get('cat', '')} {event.get('name', '')}")
             bar = kinds.setdefault(kind, _empty_bar(kind))
             bar["y"].append(row)
-            bar["base"].append(event.get("ts", 0) / 1e3)
-            bar["x"].append(event.get("dur", 0) / 1e3)
+            bar["base"].append(event.get("ts", 0) / 1e6)
+            bar["x"].append(event.get("dur", 0) / 1e6)
             bar["text"].append(str(event.get("name", "")))
     order = list(rows)
     layout = {
-        "barmode": "overlay", "xaxis": {"title": {"text": "ms"}}, "height": 140 + 34 * len(order), "bargap": 0.25,
+        "barmode": "overlay", "xaxis": dict(SECONDS), "height": 140 + 34 * len(order), "bargap": 0.25,
         "yaxis": {"categoryorder": "array", "categoryarray": order[::-1], "automargin": True},
     }  # fmt: skip
     return {"data": list(kinds.values()), "layout": layout}
@@ -159,11 +164,11 @@ def _empty_bar(kind: str) -> Figure:
         "textposition": "inside",
         "insidetextanchor": "middle",
         "marker": {"color": KIND_COLOURS[kind], "line": {"width": 0.3}},
-        "hovertemplate": "%{text}<br>%{base:.2f} + %{x:.2f} ms<extra>%{y}</extra>",
+        "hovertemplate": "%{text}<br>%{base:.4s}s, for %{x:.4s}s<extra>%{y}</extra>",
     }
 
 
-def _row_names(trace: dict[str, Any]) -> Any:
+def _row_names(trace: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
     processes: dict[Any, str] = {}
     threads: dict[tuple[Any, Any], str] = {}
     for event in trace.get("traceEvents", ()):
@@ -172,9 +177,12 @@ def _row_names(trace: dict[str, Any]) -> Any:
         if event.get("ph") == "M" and event.get("name") == "thread_name":
             threads[(event.get("pid"), event.get("tid"))] = event["args"]["name"]
 
+    is_clear = len(set(threads.values())) == len(threads)  # thread names alone tell the rows apart
+
     def name(event: dict[str, Any]) -> str:
         pid, tid = event.get("pid"), event.get("tid")
-        return f"{processes.get(pid, f'rank {pid}')} {threads.get((pid, tid), tid)}"
+        thread = threads.get((pid, tid))
+        return thread if thread and is_clear else f"{processes.get(pid, f'rank {pid}')} {thread or tid}"
 
     return name
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from api.cache import Cache
 from api.engine import Engine, is_graph
 from api.settings import LOCAL_CLUSTER_ID
 from api.store import Job, Store, StoredDocument
@@ -42,6 +43,7 @@ class InputReader:
 
     def __init__(self, store: Store, engine: Engine) -> None:
         self._store, self._engine = store, engine
+        self._graphs: Cache[ModelGraph] = Cache(16)
 
     def store_document(self, kind: str, data: dict[str, Any]) -> tuple[StoredDocument, bool]:
         """Check and store one posted document; raises :class:`InvalidInput` with every violation."""
@@ -121,15 +123,26 @@ class InputReader:
 
     def load(self, rows: dict[str, StoredDocument]) -> Inputs:
         """Documents from their rows, the cluster resolved."""
-        graph = self._store.graph(rows["model"].content_hash)
         profile = rows.get("profile")
         return Inputs(
             model=rows["model"],
-            graph=None if graph is None else ModelGraph.parse(graph),
+            graph=self._graph(rows["model"].content_hash),
             cluster=self._engine.resolve(ClusterSpec.parse(rows["cluster"].document)),
             workload=TrainingSpec.parse(rows["workload"].document),
             profile=None if profile is None else Profile.parse(profile.document),
         )
+
+    def _graph(self, model_hash: str) -> ModelGraph | None:
+        def load() -> ModelGraph:
+            stored = self._store.graph(model_hash)
+            if stored is None:
+                raise KeyError(model_hash)
+            return ModelGraph.parse(stored)
+
+        try:
+            return self._graphs.get(model_hash, load)
+        except KeyError:
+            return None
 
     def rows_of(self, job: Job) -> dict[str, StoredDocument]:
         """The rows that a job's request names."""

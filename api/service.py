@@ -18,6 +18,7 @@ from fastapi import Depends, Header, Query, Request
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from api.cache import Cache
 from api.engine import Engine
 from api.inputs import InputReader, Inputs
 from api.isolate import isolated
@@ -55,6 +56,7 @@ class Service:
         self.reader = InputReader(self.store, engine)
         self.jobs = Jobs(settings, self.store, engine, self.hub.notify)
         self._capturing = threading.Lock()
+        self.estimates: Cache[dict[str, Any]] = Cache(512)
 
     def register_local(self) -> None:
         """Register this machine as the cluster 'local', as the operator asked; measured once per machine and device count."""

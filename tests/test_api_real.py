@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -128,45 +129,63 @@ def test_a_posted_graph_never_names_code(client: TestClient, plan: dict[str, Any
 class Serve:
     """``meshwright serve`` in a process of its own."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Client:
         command = [
-            sys.executable, "-m", "api.cli.main", "serve", "--port", str(port), "--local-devices", "2",
-            "--database-url", f"sqlite:///{folder / 'service.sqlite'}",
+            sys.executable, "-m", "api.cli.main", "serve", "--port", str(self.port), "--local-devices", "2",
+            "--database-url", f"sqlite:///{self.folder / 'service.sqlite'}",
         ]  # fmt: skip
-        with (folder / "service.log").open("a") as log:
+        with (self.folder / "service.log").open("a") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        self.client = Client(f"http://127.0.0.1:{port}")
+        client = Client(f"http://127.0.0.1:{self.port}")
         deadline = time.monotonic() + 120
-        while not self.client.is_ready():
-            assert self.process.poll() is None, (folder / "service.log").read_text()
+        while not client.is_ready():
+            assert self.process.poll() is None, (self.folder / "service.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.2)
+        return client
+
+    def kill(self) -> list[psutil.Process]:
+        """kill -9; the processes that it had started."""
+        assert self.process is not None
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        return started
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    real = Serve(tmp_path)
+    yield real
+    if real.process is not None and real.process.poll() is None:
+        real.process.terminate()
+        real.process.wait(30)
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
-def test_kill_during_a_real_execution_leaves_no_worker_and_loses_nothing(tmp_path: Path) -> None:
-    port = 20_000 + os.getpid() % 20_000
-    first = Serve(tmp_path, port)
+def test_kill_during_a_real_execution_leaves_no_worker_and_loses_nothing(serve: Serve) -> None:
+    client = serve.start()
     request = {"model": CONFIG, "cluster": "local", "workload": WORKLOAD, "options": {"strategy": "dp=2 micro_batch=4 zero=0"}}
-    plan = first.client.run("/v1/plans", request)
-    path = first.client.post(f"{plan['links']['self']}/executions", {"steps": 400})["links"]["self"]
+    plan = client.run("/v1/plans", request)
+    path = client.post(f"{plan['links']['self']}/executions", {"steps": 400})["links"]["self"]
     deadline = time.monotonic() + 90
-    while (first.client.get(path)["progress"] or {}).get("done", 0) < 5:
+    while (client.get(path)["progress"] or {}).get("done", 0) < 5:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    started = psutil.Process(first.process.pid).children(recursive=True)
+    started = serve.kill()
     assert len(started) >= 4  # the job, the launcher, two workers
-    first.process.send_signal(signal.SIGKILL)
-    first.process.wait()
     _, alive = psutil.wait_procs(started, timeout=15)
     assert not alive
-    second = Serve(tmp_path, port)
-    try:
-        job = second.client.follow(path)
-        assert job["status"] == "succeeded"
-        assert len(job["measurement"]["step_times_s"]) == 400
-        assert second.client.get(f"{path}/comparison")["comparison"]["step_time"]["measured"] > 0
-    finally:
-        second.process.terminate()
-        second.process.wait(30)
+    client = serve.start()
+    job = client.follow(path)
+    assert job["status"] == "succeeded"
+    assert len(job["measurement"]["step_times_s"]) == 400
+    assert client.get(f"{path}/comparison")["comparison"]["step_time"]["measured"] > 0

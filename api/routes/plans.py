@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
@@ -16,7 +17,7 @@ from api.routes.documents import PROBLEMS
 from api.routes.jobs import accepted, add_job_routes, add_list_route, answered
 from api.schemas import EstimateRequest, EstimateResource, PlanRequest, PlanResource
 from api.service import IdempotencyKey, Service, ServiceDep, job_resource
-from api.store import Job
+from api.store import Job, StoredDocument
 from specs.answer import PlanAnswer
 from specs.errors import InvalidInput, Violation
 from specs.plan import Plan
@@ -128,6 +129,13 @@ def create_estimate(service: ServiceDep, request: EstimateBody) -> JSONResponse:
         )
         raise InvalidInput([violation], subject="request")
     rows = service.reader.read(references(request))
+    given = request.strategy if request.plan is None else json.dumps(request.plan, sort_keys=True)
+    key = (*sorted((kind, row.content_hash) for kind, row in rows.items()), request.plan is None, given)
+    return JSONResponse(service.estimates.get(key, lambda: price(service, rows, request)))
+
+
+def price(service: Service, rows: dict[str, StoredDocument], request: EstimateRequest) -> dict[str, Any]:
+    """The estimate; the same documents and plan always give the same."""
     inputs, graph = service.inputs(rows)
     if request.plan is not None:
         plan = Plan.parse(request.plan)
@@ -137,4 +145,4 @@ def create_estimate(service: ServiceDep, request: EstimateBody) -> JSONResponse:
     else:
         plan = service.engine.plan_of(request.strategy or "", graph, inputs.cluster, inputs.workload)
     prediction = service.engine.estimate(graph, inputs.cluster, inputs.workload, plan, inputs.profile)
-    return JSONResponse({"plan": full(plan), "prediction": full(prediction), "fits": fits(prediction)})
+    return {"plan": full(plan), "prediction": full(prediction), "fits": fits(prediction)}
