@@ -146,7 +146,7 @@ class _SkeletonProblem:
         """Data of the integer program."""
         kind, terms = self.prices.kind_of_unit, self._terms()
         first = self.stage_class[0]
-        there, back = self._boundary_s(terms)
+        there, back = self._boundary_s()
 
         def per_unit(tables: Sequence[np.ndarray]) -> np.ndarray:
             return np.stack([table[kind] for table in tables])
@@ -156,9 +156,10 @@ class _SkeletonProblem:
         return StageProblem(
             forward_s=per_unit([item.forward_s for item in terms]), backward_s=per_unit([item.backward_s for item in terms]),
             once_s=per_unit([item.once_s for item in terms]), first_s=per_unit([item.first_s for item in terms]),
-            both_s=per_unit([zero if item.comm_s is None else item.comm_s for item in terms]),
+            both_s=per_unit([zero if item.both_s is None else item.both_s for item in terms]),
             stage_class=self.stage_class, num_micro_batches=self.num_micro_batches, schedule=self.strategy.schedule,
-            boundary_s=there + back, boundary_back_s=back, furthest_end=ends,
+            boundary_s=there + back, boundary_back_s=back,
+            boundary_first_s=min(float(item.wait_s[kind[1:]].min()) for item in terms), furthest_end=ends,
             first_stage_s=first_stage_ends_s(
                 self.prices, self.sites, self.devices[0], self.units[first], terms[first], zero=self.strategy.zero,
                 most=self.prices.num_units,
@@ -175,15 +176,15 @@ class _SkeletonProblem:
             for site, device in zip(self.sites, self.devices, strict=True)
         )
 
-    def _boundary_s(self, terms: Sequence[PipelineTerms]) -> tuple[float, float]:
-        """Least time of a stage boundary forwards (with the wait for the next stage's first weights) and backwards."""
+    def _boundary_s(self) -> tuple[float, float]:
+        """Least time of a stage boundary forwards and backwards."""
         kind, network = self.prices.kind_of_unit, self.prices.model.network
         size_in = min(float(units.input_bytes[kind[1:]].min()) for units in self.units)
         size_out = min(float(units.output_bytes[kind[:-1]].min()) for units in self.units)
         shapes = {network.shape((low.last_device, high.last_device)) for low, high in zip(self.sites, self.sites[1:], strict=False)}
         there = min(network.collective("p2p", size_out, shape).seconds for shape in shapes)
         back = min(network.collective("p2p", size_in, shape).seconds for shape in shapes)
-        return there + min(float(item.wait_s[kind[1:]].min()) for item in terms), back
+        return there, back
 
     def added_s(self) -> float:
         """Gradient addition that the first micro-batch does not do; the program counts it for all."""

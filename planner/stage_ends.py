@@ -33,7 +33,7 @@ def first_stage_ends_s(
     partial = partial_grads_s(prices, site, np.cumsum(units.partial_grad_elements[kind])) + tied_grads_s(prices, stage_sites)
     trainable = np.cumsum(prices.sizes(site.tp_shape.size).trainable[kind])
     optimizer = np.array([optimizer_s(prices, site, device, float(value), zero=zero) for value in trainable])
-    if zero == 0:
+    if zero == 0 or prices.rules.reduce_inline:  # on the compute queue, one after another
         after = reduce_s + partial
     else:
         last = reduce_s[0]

@@ -140,7 +140,7 @@ class _Program:
     def _stage_ends(self) -> None:
         """Rules (3) to (7) and (11): what E and z must reach, and what no E undercuts."""
         m, p = self.problem.num_micro_batches, self.problem.num_stages
-        h = int(self.scale.ticks(self.problem.boundary_s))
+        h, w = int(self.scale.ticks(self.problem.boundary_s)), int(self.scale.ticks(self.problem.boundary_first_s))
         least = int((self.first_bound_s - self.scale.rounding_s) / self.scale.tick_s)
         latest = self.model.new_int_var(least, self.horizon, "max E")
         for stage in range(p):
@@ -148,17 +148,18 @@ class _Program:
             forward, backward = self._sum("f", stage), self._sum("g", stage)
             cost, end = forward + backward, self.stage_end[stage]
             own = m * cost + self._sum("x", stage) + self._sum("r", stage)
-            base = self._before("f", stage) + self._before("g", stage) + self._before("r", stage) + stage * h + own
+            base = self._before("f", stage) + self._before("g", stage) + self._before("r", stage) + stage * (h + w) + own
             self.model.add(self.longest >= cost)
             self.model.add(end >= base)
             self.model.add(latest >= end)
             self.model.add(self.step >= end)
             if self.problem.schedule != "gpipe" and left:
                 after = self._after("f", stage) + self._after("g", stage) + left * h
-                first_after = after + self._after("r", stage)
+                first_after = after + self._after("r", stage) + left * w
                 self.model.add(end >= base + first_after - left * forward)
                 self.model.add(end >= base + after - left * backward)
-                self.model.add(end >= base + first_after + after - left * cost)
+                if left < m - 1:
+                    self.model.add(end >= base + first_after + after - left * cost)
         self.model.add(self.step >= latest + self._lookup(self.bounds[1], self.scale.ticks(self.problem.first_stage_s), "d"))  # (8)
         if self.problem.schedule == "gpipe":
             self._gpipe(h)

@@ -4,19 +4,19 @@ Problem   U units in a chain, p stages in order on devices that may be unlike; e
           Minimise the time of one step of m micro-batches under each stage's memory.
 Data      f[c,u], g[c,u]  forward and backward time of unit u on device class c; c(s) the class of stage s
           x[c,u]          time of unit u once a step;  r[c,u]  more in its first forward;  k[c,u]  both resources, a micro-batch
-          h, h'           time of a boundary in both directions, backwards only
+          h, h', w        time of a boundary in both directions, backwards only; more when the first micro-batch crosses it
           e[s,a]          the furthest end of a stage s that starts at unit a and fits its memory
           d[b]            time of stage 0 = [0, b) before its first forward and after its last backward
           t[n,c,u], t0[n] pieces n of what a stage does after its last backward
 Variables b[s] in 1..U-1  first unit of stage s (b[0] = 0, b[p] = U);  E[s], V the step;  z the longest stage
 Derived   F_s, G_s, X_s, R_s, K_s, T[n]_s   sums of f, g, x, r, k, t[n] over [b[s], b[s+1]);  C_s = F_s + G_s;  q = p-1-s
-          P_s = sum over i<s of C_i + R_i, + s h;   Q_s = sum over i>s of C_i, + q h;   Q'_s = Q_s + sum over i>s of R_i
+          P_s = sum over i<s of C_i + R_i, + s (h + w);  Q_s = sum over i>s of C_i, + q h;  Q'_s = Q_s + sum over i>s of R_i, + q w
 Rules     (1) b[s+1] >= b[s] + 1                                     no stage is empty, every unit is on one stage
           (2) b[s+1] <= e[s, b[s]]                                   memory
           (3) E[s] >= P_s + m C_s + X_s + R_s                        a stage works, then its last gradient travels back
   1F1B    (4) E[s] >= (3) + Q'_s - q F_s                             it waits for the first gradient to come back
           (5) E[s] >= (3) + Q_s - q G_s                              it waits for the last gradient to come back
-          (6) E[s] >= (3) + Q'_s + Q_s - q C_s                       it waits for both
+          (6) E[s] >= (3) + Q'_s + Q_s - q C_s   if q < m-1          it waits for both, one after the other
   GPipe   (7) E[0] >= sum F + (m-1) max F + sum G + (m-1) max G + (p-1) h
           (8) V >= E[s] + d[b[1]]                                    the step ends when stage 0 has ended
           (9) V >= E[s] - sum over i<s of G_i - s h' + T[n]_s + t0[n]  and when every other stage has
@@ -56,6 +56,7 @@ class StageProblem:
     schedule: str
     boundary_s: float
     boundary_back_s: float
+    boundary_first_s: float
     furthest_end: NDArray[np.int64]
     first_stage_s: Floats
     tails_s: Floats
@@ -99,16 +100,16 @@ def split_time_s(problem: StageProblem, counts: tuple[int, ...]) -> float:
         return np.array([table[cls, low:high].sum() for low, high, cls in spans])
 
     forward, backward, first = sums(problem.forward_s), sums(problem.backward_s), sums(problem.first_s)
-    m, p, h = problem.num_micro_batches, problem.num_stages, problem.boundary_s
+    m, p, h, w = problem.num_micro_batches, problem.num_stages, problem.boundary_s, problem.boundary_first_s
     cost, work = forward + backward, m * (forward + backward) + sums(problem.once_s)
     left = np.arange(p)[::-1]
-    before = _exclusive(cost + first) + np.arange(p) * h
+    before = _exclusive(cost + first) + np.arange(p) * (h + w)
     after = _exclusive(cost[::-1])[::-1] + left * h
-    first_after = after + _exclusive(first[::-1])[::-1]
+    first_after = after + _exclusive(first[::-1])[::-1] + left * w
     end = before + work + first
     if problem.schedule != "gpipe":
-        waits = [first_after - left * forward, after - left * backward, first_after + after - left * cost]
-        end = end + np.maximum(0.0, np.max(waits, axis=0))
+        both = np.where(left < m - 1, first_after + after - left * cost, 0.0)
+        end = end + np.max([first_after - left * forward, after - left * backward, both, 0.0 * both], axis=0)
     else:
         end[0] = max(end[0], cost.sum() + (m - 1) * (forward.max() + backward.max()) + (p - 1) * h)
     own = end - _exclusive(backward) - np.arange(p) * problem.boundary_back_s
@@ -123,21 +124,22 @@ def _exclusive(values: Floats) -> Floats:
 
 
 def pipeline_bound_s(
-    work_s: Any, bottleneck_s: Any, *, num_stages: int, num_micro_batches: Any, boundary_s: Any, first_s: Any = 0.0, schedule: str
-) -> Any:
+    work_s: Any, bottleneck_s: Any, *, num_stages: int, num_micro_batches: Any, boundary_s: Any, first_s: Any = 0.0,
+    boundary_first_s: Any = 0.0, schedule: str,
+) -> Any:  # fmt: skip
     """A bound on every E[s] for every split: ``work_s`` = W, one micro-batch through all stages; ``bottleneck_s`` <= c, the longest
     stage's m C + X over m; ``first_s`` = R, all units' more in the first forward. Numbers or arrays.
 
-    1F1B: rule (6) at the longest stage j, with sum over i<j of C_i <= j c, gives E >= 2 W + R + (m-p-1) c, growing in c if m > p;
-    at m = p it falls with c and meets E >= m c at c = (2 W + R) / (m+1). GPipe: rule (7) gives E >= W + (m-1) c.
+    1F1B: rule (6) at the longest stage j, with sum over i<j of C_i <= j c, gives E >= 2 W + R + (m-p-1) c, growing in c if m > p
+    (at m = p and j = 0 rule (6) of stage 1 gives the same); at m = p it falls with c and meets E >= m c at c = (2 W + R) / (m+1).
+    GPipe: rule (7) gives E >= W + (m-1) c.
     """
     m, p = num_micro_batches, num_stages
-    fill = (p - 1) * boundary_s
     if schedule == "gpipe" or p == 1:
-        return work_s + (m - 1) * bottleneck_s + fill
-    twice = 2 * work_s + first_s
+        return work_s + (m - 1) * bottleneck_s + (p - 1) * boundary_s
+    twice = 2 * work_s + first_s + (p - 1) * (boundary_s + boundary_first_s)
     few = np.maximum(m * bottleneck_s, twice * m / (m + 1))
-    return np.where(np.asarray(m) > p, twice + (m - p - 1) * bottleneck_s, few) + fill
+    return np.where(np.asarray(m) > p, twice + (m - p - 1) * bottleneck_s, few)
 
 
 def first_bound_s(problem: StageProblem, bottleneck_s: float) -> float:
@@ -149,7 +151,8 @@ def first_bound_s(problem: StageProblem, bottleneck_s: float) -> float:
     m = problem.num_micro_batches
     bound = pipeline_bound_s(
         work, max(0.0, bottleneck_s - once) / m, num_stages=problem.num_stages, num_micro_batches=m, boundary_s=problem.boundary_s,
-        first_s=float(problem.first_s[classes].min(axis=0).sum()), schedule=problem.schedule,
+        boundary_first_s=problem.boundary_first_s, first_s=float(problem.first_s[classes].min(axis=0).sum()),
+        schedule=problem.schedule,
     )  # fmt: skip
     return float(bound) * (1 - 1e-9)
 

@@ -36,8 +36,8 @@ class PipelineTerms:
     ``forward_s``, ``backward_s`` (gradient addition included, ``add_s`` that part) of each micro-batch; ``once_s`` a step;
     ``first_s`` more in the first forward (weights gathered and unpacked), ``wait_s`` more if the unit is the first of its stage.
     ``reduce_s``: reductions of one micro-batch that run beside or after backward; ``tails``: (per kind, constant) pieces, each a
-    bound on what a stage does after its last backward; ``comm_s``: least seconds of the two resources a micro-batch where
-    reductions of every micro-batch may take longer than compute.
+    bound on what a stage does after its last backward; ``both_s``: least seconds of the two resources a micro-batch where
+    reductions of every micro-batch run beside compute.
     """
 
     forward_s: Floats
@@ -48,7 +48,7 @@ class PipelineTerms:
     wait_s: Floats
     reduce_s: Floats
     tails: tuple[tuple[Floats, float], ...]
-    comm_s: Floats | None = None
+    both_s: Floats | None = None
 
     @property
     def cost_s(self) -> Floats:
@@ -78,21 +78,21 @@ def pipeline_terms(
     first, wait = _first_forward(prices, shards, units.forward_s)
     once = none
     if rules.reduce_inline:
-        if zero >= 2:
-            backward = backward + shards.reduce_s
-        else:
-            once = once + shards.reduce_s
-        return PipelineTerms(units.forward_s, backward, add, once, first, wait, shards.reduce_s * 0.0, ((none, 0.0),))
+        if zero >= 2:  # the last pass reduces like zero 1: its end may lie after the gradient has been sent on
+            once = once + np.maximum(np.asarray(passes, dtype=float) - 1, 0.0)[..., None] * shards.reduce_s
+        return PipelineTerms(units.forward_s, backward, add, once, first, wait, shards.reduce_s, ((shards.reduce_s + none, 0.0),))
     hidden, back = hidden_cost(rules), hidden_cost(rules, of_compute=True)
-    comm = None
+    both = None
     if zero >= 2:
-        once = once + np.asarray(passes, dtype=float)[..., None] * hidden * shards.reduce_s
-        comm = shards.reduce_s + back * (units.forward_s + backward)
+        cost = units.forward_s + backward
+        comm_bound, compute_bound = shards.reduce_s + back * cost, cost + hidden * shards.reduce_s
+        larger = ((comm_bound - compute_bound) @ prices.counts > 0)[..., None]
+        both = np.where(larger, comm_bound, compute_bound)
     tails = (
         (none + hidden * shards.reduce_s, (1 - hidden) * float(shards.reduce_s.min())),
         (shards.reduce_s - (1 - back) * backward, 0.0),
     )
-    return PipelineTerms(units.forward_s, backward, add, once, first, wait, shards.reduce_s, tails, comm)
+    return PipelineTerms(units.forward_s, backward, add, once, first, wait, shards.reduce_s, tails, both)
 
 
 def _first_forward(prices: Prices, shards: ShardPrices, forward_s: Floats) -> tuple[Floats, Floats]:
@@ -123,29 +123,32 @@ def single_stage_s(
     rules, shards, counts = prices.rules, prices.shards(*device, site), prices.counts
     m = np.asarray(passes, dtype=float)
     sharded = zero > 0 and site.shard_shape.size > 1
-    forward, backward = units.forward_s @ counts, units.backward_s @ counts
-    again = forward + backward + accumulation_s(shards, passes, zero=zero, sharded=sharded) @ counts
+    forward, first = units.forward_s @ counts, units.backward_s @ counts
+    add = accumulation_s(shards, passes, zero=zero, sharded=sharded) @ counts
+    last = first + add  # the last backward; with one pass add is 0
     after = partial_grads_s(prices, site, units.partial_grad_elements @ counts)
-    optimizer = optimizer_s(prices, site, device, float(prices.sizes(site.tp_shape.size).trainable @ counts), zero=zero)
+    trainable = float(prices.sizes(site.tp_shape.size).trainable @ counts)
+    optimizer = optimizer_s(prices, site, device, trainable, zero=zero)
+    before_last = m * forward + np.maximum(m - 1, 0) * first + np.maximum(m - 2, 0) * add  # compute before the last backward
     if zero == 0 and site.dp_shape.size > 1:
-        total, last = ddp_buckets_s(prices, site, bucket_bytes or CollectiveOptions().bucket_bytes)
-        copied = backward + shards.bucket_copy_s @ counts
-        end = np.maximum(overlap_s(rules, copied, total - last) + last, copied + after)
-        return forward + (m - 1) * again + end + optimizer
+        total, final = ddp_buckets_s(prices, site, bucket_bytes or CollectiveOptions().bucket_bytes)
+        copied = last + shards.bucket_copy_s @ counts
+        end = np.maximum(overlap_s(rules, copied, total - final) + final, copied + after)
+        return before_last + end + optimizer
     if not sharded:
-        return forward + backward + (m - 1) * again + after + optimizer
+        return before_last + last + after + optimizer
     if zero == 3:
-        return _fully_sharded_s(prices, shards, forward, backward, m, after) + optimizer
+        return _fully_sharded_s(prices, shards, forward, first, m, after) + optimizer
     gather, first_gather = shards.gather_s @ counts, shards.gather_s[prices.first_kind]
     reduce, last_reduce = shards.reduce_s @ counts, shards.reduce_s[prices.first_kind]
     front = forward + shards.unpack_s @ counts
     front = front + gather if rules.gather_inline else first_gather + overlap_s(rules, front, gather - first_gather)
     if zero == 1:
+        rest = front + before_last - forward
         if rules.reduce_inline:
-            return front + (m - 1) * again + backward + reduce + after + optimizer
-        end = np.maximum(overlap_s(rules, backward, reduce - last_reduce) + last_reduce, backward + after)
-        return front + (m - 1) * again + end + optimizer
-    rest = (m - 1) * forward + m * backward
+            return rest + last + reduce + after + optimizer
+        return rest + np.maximum(overlap_s(rules, last, reduce - last_reduce) + last_reduce, last + after) + optimizer
+    rest = (m - 1) * forward + m * first
     if rules.reduce_inline:
         return front + rest + m * reduce + after + optimizer
     return front + np.maximum(overlap_s(rules, rest, m * reduce - last_reduce) + last_reduce, rest + after) + optimizer

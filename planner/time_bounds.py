@@ -77,11 +77,11 @@ class _Pipeline:
         loaded = cost if self.schedule == "gpipe" else cost + once / self.passes[None, :, None]
         body = pipeline_bound_s(
             cost.min(axis=0) @ counts, self._bottleneck(loaded), num_stages=self.layout.pp, num_micro_batches=self.passes,
-            boundary_s=self._boundary(), first_s=first, schedule=self.schedule,
+            boundary_s=self._boundary(), boundary_first_s=self._first_wait(), first_s=first, schedule=self.schedule,
         )  # fmt: skip
         bound = body - added + self._ends()
-        if all(item.comm_s is not None for item in self.terms):
-            both = np.stack([np.broadcast_to(item.comm_s, shape) for item in self.terms if item.comm_s is not None])
+        if all(item.both_s is not None for item in self.terms):
+            both = np.stack([np.broadcast_to(item.both_s, shape) for item in self.terms if item.both_s is not None])
             bound = np.maximum(bound, (self.passes - 1) * self._bottleneck(both))
         return np.asarray(bound, dtype=float)
 
@@ -109,7 +109,7 @@ class _Pipeline:
         return bound
 
     def _boundary(self) -> Floats:
-        """Least time of a stage boundary in both directions: two messages and the wait for the next stage's first weights."""
+        """Least time of a stage boundary in both directions: two messages."""
         kinds = self.prices.kind_of_unit
         begins, ends = sorted(set(kinds[1:].tolist())), sorted(set(kinds[:-1].tolist()))
         sizes_in = np.stack([item.input_bytes for item in self.units]).min(axis=0)[:, begins].min(axis=1)
@@ -121,8 +121,12 @@ class _Pipeline:
             there = np.array([network.collective("p2p", size, shape).seconds for size in sizes_out.tolist()])
             back = np.array([network.collective("p2p", size, shape).seconds for size in sizes_in.tolist()])
             seconds = np.minimum(seconds, there + back)
-        waited = np.stack([item.wait_s[:, begins].min(axis=1) for item in self.terms]).min(axis=0)
-        return seconds + waited
+        return seconds
+
+    def _first_wait(self) -> Floats:
+        """Least wait of the first micro-batch for a stage's first weights."""
+        begins = sorted(set(self.prices.kind_of_unit[1:].tolist()))
+        return np.stack([item.wait_s[:, begins].min(axis=1) for item in self.terms]).min(axis=0)
 
 
 def whole_unit_bottleneck(first: Floats, middle: Floats, last: Floats, num_middle: int, num_stages: int) -> Floats:
