@@ -33,6 +33,8 @@ class Software:
     ``overlaps_under_pipeline``: replicated gradients of a pipeline's last backwards are reduced beside them as well.
     ``grad_passes``: times that the optimizer step reads or writes every gradient besides the update (unscale, norm, clip).
 
+    ``gathers_by_tensor``: sharded parameters are gathered one tensor at a time instead of a unit at once.
+
     Communication. ``tp_overlap``: ``backward`` hides tensor-parallel collectives of backward behind weight gradients, ``ring`` also
     pipelines those of forward with the products that need them. ``p2p_blocking``: a pipeline rank waits for its sends and
     receives. ``p2p_split``: tensor-parallel ranks send one part each and gather it after.
@@ -53,6 +55,7 @@ class Software:
     overlap_param_gather: bool = True
     overlaps_under_pipeline: bool = False
     grad_passes: float = 0.0
+    gathers_by_tensor: bool = False
     gather_copies: float | None = None
     reduce_copies: float | None = None
     tp_overlap: str = "none"

@@ -9,6 +9,7 @@ from functools import cached_property
 from simulator.cost_model import CostModel, UnitParams
 from simulator.network import GroupShape
 from simulator.unit_cost import RecomputeChoice, UnitCost
+from specs.graph import DTYPE_BYTES
 from specs.plan import Pipeline, Plan, Stage
 
 
@@ -29,6 +30,7 @@ class StageCost:
     grad_bytes: float
     state_bytes: float
     has_master: bool
+    reduce_bytes: float = 0.0
 
     @property
     def shard_degree(self) -> int:
@@ -52,6 +54,10 @@ class StageCost:
     def unit_grad_bytes(self, index: int) -> float:
         """Bytes of a unit's full gradients."""
         return self.params[index].trainable * self.grad_bytes
+
+    def unit_reduce_bytes(self, index: int) -> float:
+        """Bytes of a unit's full gradients as they are sent."""
+        return self.params[index].trainable * self.reduce_bytes
 
 
 def axis_ranks(stage: Stage, axis: str) -> tuple[int, ...]:
@@ -96,7 +102,7 @@ def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -
         params=tuple(model.params(model.unit_blocks[unit], stage.mesh.tp) for unit in unit_range(stage)),
         tp_shape=tp_shape, shard_shape=model.network.shape(shard), replica_shape=model.network.shape(replica),
         dp_shape=model.network.shape(axis_ranks(stage, "dp")), weight_bytes=weight, grad_bytes=grad, state_bytes=states,
-        has_master=model.precision.master_dtype is not None,
+        has_master=model.precision.master_dtype is not None, reduce_bytes=DTYPE_BYTES[model.precision.reduce_dtype],
     )  # fmt: skip
 
 

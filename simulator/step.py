@@ -69,8 +69,9 @@ class StepSimulation:
                 self.engine.stream(f"p{index} rank {number} compute"),
                 self.engine.stream(f"p{index} rank {number} comm"),
             )
-            if self.rules.compute_slowdown > 1 or self.rules.comm_slowdown > 1:
-                self.engine.couple(compute, comm, self.rules.compute_slowdown, self.rules.comm_slowdown)
+            slowdowns = self.rules.slowdowns(costs[held[0]].dp_shape.tier)
+            if max(slowdowns) > 1:
+                self.engine.couple(compute, comm, *slowdowns)
             ranks.append(RankStep(index, number, {stage: costs[stage] for stage in held}, rows[number], compute, comm))
         self.ranks += ranks
         _PipelineTasks(self, index, pipeline, ranks, rows).add()
@@ -233,7 +234,7 @@ class _PipelineTasks:
             if reduces:
                 self._reduce_unit(rank, cost, index, task, action)
             if ddp:
-                pending_bytes += cost.unit_grad_bytes(index)
+                pending_bytes += cost.unit_reduce_bytes(index)
                 if pending_bytes >= self.sim.plan.collectives.bucket_bytes or index == 0:
                     self._all_reduce(rank, cost, pending_bytes, [task], overlapped=True, label=f"{action} bucket")
                     pending_bytes = 0.0
@@ -265,7 +266,8 @@ class _PipelineTasks:
     def _gather(self, rank: RankStep, cost: StageCost, index: int, after: list[int], action: Action) -> int:
         """All-gather of a unit's parameters."""
         size = cost.unit_weight_bytes(index)
-        seconds = self.model.network.collective("all_gather", size, cost.shard_shape).seconds
+        calls = cost.params[index].num_tensors if self.software.gathers_by_tensor else 1
+        seconds = calls * self.model.network.collective("all_gather", size / max(1, calls), cost.shard_shape).seconds
         rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
         prefetched = cost.stage.zero == 3 and self.sim.plan.collectives.prefetch_units > 0
         inline = self.rules.prefetched_gather_inline if prefetched else self.rules.gather_inline
@@ -278,7 +280,7 @@ class _PipelineTasks:
 
     def _reduce_unit(self, rank: RankStep, cost: StageCost, index: int, after: int, action: Action) -> None:
         """Reduce-scatter of a unit's gradients in the shard group, all-reduce of the shard between replicas."""
-        size = cost.unit_grad_bytes(index)
+        size = cost.unit_reduce_bytes(index)
         if not size:
             return
         seconds = self.model.network.collective("reduce_scatter", size, cost.shard_shape).seconds
@@ -329,7 +331,7 @@ class _PipelineTasks:
 
     def _reduce_at_end(self, rank: RankStep, number: int, cost: StageCost, index: int) -> None:
         """Reduction of a unit's gradients that nothing hides."""
-        size, label = cost.unit_grad_bytes(index), f"reduce s{number} u{index}"
+        size, label = cost.unit_reduce_bytes(index), f"reduce s{number} u{index}"
         if cost.stage.zero == 0:
             self._all_reduce(rank, cost, size, [], overlapped=False, label=label)
             return

@@ -20,7 +20,7 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"a100", "a100_sxm_80gb"),
     (r"a800", "a800_sxm_80gb"),
     (r"h100.*96gb", "h100_sxm_96gb_hbm2e"),
-    (r"h100.*94", "h100_nvl"),
+    (r"h100.*nvl", "h100_nvl"),
     (r"h100.*pcie", "h100_pcie"),
     (r"h100", "h100_sxm"),
     (r"h800", "h800_sxm"),
@@ -45,6 +45,8 @@ OTHER_UNITS = {r"neuroncore": "a NeuronCore is half of a Trainium chip", r"\btpu
 # Devices of one NVLink domain of an NVL72 rack.
 NVL72_DEVICES = 72
 DEFAULT_DEVICES_PER_NODE = 8
+# Networks named in a row's words, where they are no RDMA network: the kind that ``simulator.nccl`` knows.
+NETWORKS = (("omni-path", "Omni-Path"), ("g4dn", "TCP"), ("ethernet", "Ethernet"), ("efa", "EFA"))
 # Gbit/s per device between nodes where neither the row nor a preset of the device says: one NIC per device of its time.
 DEFAULT_GBIT_S = {"volta": 25.0, "ampere": 200.0}
 NEWER_GBIT_S = 400.0
@@ -59,7 +61,9 @@ def cluster_of(run: PublishedRun) -> tuple[ClusterSpec, tuple[str, ...]]:
     if "nvl72" in run.intra_link.lower():
         per_node = max(size for size in range(1, NVL72_DEVICES + 1) if run.num_gpus % size == 0)
     per_node = min(per_node, run.num_gpus)
-    return _cluster(name, run.num_gpus, per_node, run.inter_link_gbps_per_gpu, "pcie" in run.intra_link.lower())
+    text = f"{run.intra_link} {run.notes}".lower()
+    kind = next((kind for word, kind in NETWORKS if word in text), "")
+    return _cluster(name, run.num_gpus, per_node, run.inter_link_gbps_per_gpu, "pcie" in run.intra_link.lower(), kind)
 
 
 def device_name(text: str) -> str:
@@ -81,7 +85,7 @@ def device_name(text: str) -> str:
 
 @lru_cache(maxsize=512)
 def _cluster(
-    device: str, num_devices: int, per_node: int, gbit_s_per_device: float | None, pcie: bool
+    device: str, num_devices: int, per_node: int, gbit_s_per_device: float | None, pcie: bool, network: str
 ) -> tuple[ClusterSpec, tuple[str, ...]]:
     assumed = []
     preset = None if pcie else _preset(device, per_node)
@@ -97,7 +101,8 @@ def _cluster(
     if gbit_s_per_device is not None:
         bandwidth = gbit_s_per_device * GB / 8 * per_node
         if bandwidth != inter.bandwidth_bytes_per_s:
-            link = Link(kind=inter.kind if preset else "RDMA", bandwidth_bytes_per_s=bandwidth, latency_s=inter.latency_s)
+            kind = network or (inter.kind if preset else "RDMA")
+            link = Link(kind=kind, bandwidth_bytes_per_s=bandwidth, latency_s=inter.latency_s)
             resolved = _resolved(group.replace(inter=link))
     elif nodes > 1:
         assumed.append(f"{inter.bandwidth_bytes_per_s / per_node * 8 / GB:.0f} Gbit/s per device between nodes, the preset's")
