@@ -165,7 +165,7 @@ def test_a_failing_task_brings_the_workers_own_words_and_cancelling_leaves_none(
     assert _workers() == []
 
     def cancel(event: Progress) -> None:
-        if event.data.get("part") == "ops":
+        if event.data.get("part") == "operators":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -136,22 +136,25 @@ def collective_records(
 
 
 def context_factors(
-    graph: ModelGraph, workload: TrainingSpec, ops: Sequence[OpRecord], ranks: Sequence[list[BlockSamples] | str]
+    graph: ModelGraph, workload: TrainingSpec, ops: Sequence[OpRecord], runs: Sequence[Sequence[list[BlockSamples] | str]]
 ) -> tuple[tuple[ContextFactor, ...], str]:
-    """Whole-block time over the sum of its ops, by block, and where they come from. A block with an unmeasured op has none."""
-    first = ranks[0]
-    if isinstance(first, str):
-        return (), f"none: {first}"
+    """Whole-block time over the sum of its ops, by block, and where they come from. ``runs``: the ranks' samples of each run of
+    the blocks. A block with an unmeasured op has no factor."""
+    whole: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
+    for rank in (rank for run in runs for rank in run):
+        if isinstance(rank, str):
+            return (), f"none: {rank}"
+        for sample in rank:
+            forward, backward = whole.setdefault((sample.block, sample.micro_batch), ([], []))
+            forward += sample.forward_s
+            backward += sample.backward_s
     table = {record.key: record for record in ops}
     ratios: dict[str, list[tuple[float, float]]] = {}
-    for index, sample in enumerate(first):
-        of_ranks = [rank[index] for rank in ranks if not isinstance(rank, str)]
-        isolated = _isolated(graph, workload, sample, table)
-        if isolated is None:
-            continue
-        forward_s = middle([item.forward_s for item in of_ranks])
-        backward_s = middle([item.backward_s for item in of_ranks])
-        ratios.setdefault(sample.block, []).append((forward_s / isolated[0], backward_s / isolated[1] if isolated[1] > 0 else 1.0))
+    for (block, micro_batch), (forward, backward) in whole.items():
+        isolated = _isolated(graph, workload, block, micro_batch, table)
+        if isolated is not None:
+            backward_ratio = statistics.median(backward) / isolated[1] if isolated[1] > 0 else 1.0
+            ratios.setdefault(block, []).append((statistics.median(forward) / isolated[0], backward_ratio))
     factors = tuple(
         ContextFactor(
             block=block,
@@ -161,19 +164,19 @@ def context_factors(
         )
         for block, pairs in ratios.items()
     )
-    return factors, f"measured at micro-batches {sorted({sample.micro_batch for sample in first})}"
+    return factors, f"measured at micro-batches {sorted({micro_batch for _, micro_batch in whole})}"
 
 
 def _isolated(
-    graph: ModelGraph, workload: TrainingSpec, sample: BlockSamples, table: dict[str, OpRecord]
+    graph: ModelGraph, workload: TrainingSpec, block: str, micro_batch: int, table: dict[str, OpRecord]
 ) -> tuple[float, float] | None:
     """Forward and backward seconds of the block's ops by themselves."""
     forward = backward = 0.0
     seq = sequence_lengths(workload)[-1]
-    for op in place_block(graph.block(sample.block)).ops:
+    for op in place_block(graph.block(block)).ops:
         if op.op_class == OpClass.VIEW:
             continue
-        record = table.get(record_key(op, sample.micro_batch, seq, workload.precision.compute_dtype))
+        record = table.get(record_key(op, micro_batch, seq, workload.precision.compute_dtype))
         if record is None:
             return None
         forward += record.forward.median_s

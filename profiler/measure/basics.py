@@ -118,7 +118,7 @@ def _messages(worker: Worker) -> dict[int, list[tuple[float, float]]]:
             marks.append((start, clock.mark()))
         clock.settle()
         if worker.device.type == "cuda":
-            found[size] = [(0.0, clock.seconds(start, end)) for start, end in marks]
+            found[size] = [(-clock.seconds(start, end), 0.0) for start, end in marks]
         else:
             found[size] = [(start, end) for start, end in marks]
     return found

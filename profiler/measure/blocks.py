@@ -106,7 +106,8 @@ def _at(
             forward[name].append(forward_s)
             backward[name].append(backward_s)
         gc.enable()
-        worker.report(min(elapsed, job.budget_s), job.budget_s, f"whole blocks at micro-batch {micro_batch}")
+        share = (job.micro_batches.index(micro_batch) + min(1.0, (repeat + 1) / LEAST_REPEATS)) / len(job.micro_batches)
+        deadline.report(share, f"whole blocks at micro-batch {micro_batch}")
     return [BlockSamples(name, micro_batch, tuple(forward[name]), tuple(backward[name])) for name in forward]
 
 

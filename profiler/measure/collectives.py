@@ -1,6 +1,7 @@
 """Times collectives by message size and group size, through the calls that the executor uses.
 
-A sample is the time from the last rank's start to the last rank's end, by the clock that all processes of one host share.
+A sample is the time from the last rank's start to the last rank's end, by the clock that all processes of one host share (on
+GPUs: the shortest duration that a rank saw, which is that of the last to start; not yet seen on a GPU).
 Results that a step allocates anew (gathered and scattered tensors, received messages) are allocated inside the sample.
 """
 
@@ -51,7 +52,7 @@ def measure_collectives(worker: Worker, job: CollectivesJob) -> list[CollectiveS
     for index, (op, group_size, size) in enumerate(cases):
         share = job.budget_s * (0.5 / len(cases) + 0.5 * size / weight)
         found.append(_case(worker, op, group_size, size, job.dtype, share))
-        worker.report(min(deadline.elapsed_s(), job.budget_s), job.budget_s, f"{op}, collective {index + 1} of {len(cases)}")
+        deadline.report((index + 1) / len(cases), f"{op}, collective {index + 1} of {len(cases)}")
     return found
 
 
@@ -71,12 +72,13 @@ def _spans(worker: Worker, call: Callable[[], None] | None, repeats: int) -> lis
         worker.meet()
         if call is None:
             continue
+        clock.run_ahead()
         start = clock.mark()
         call()
         marks.append((start, clock.mark()))
     clock.settle()
-    if worker.device.type == "cuda":  # events of different devices share no clock: a span counts from 0
-        return [(0.0, clock.seconds(start, end)) for start, end in marks]
+    if worker.device.type == "cuda":  # events of two devices share no clock; the last to start waits least, so ends coincide
+        return [(-clock.seconds(start, end), 0.0) for start, end in marks]
     return [(float(start), float(end)) for start, end in marks]
 
 

@@ -20,7 +20,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass
 class Worker:
-    """One rank of the measurement. ``report(done, total, message)`` reaches the caller's progress (rank 0's does)."""
+    """One rank of the measurement. ``report(elapsed_s, total_s, message)`` reaches the caller's progress (rank 0's does)."""
 
     rank: int
     world_size: int
@@ -72,6 +72,11 @@ class Deadline:
     def elapsed_s(self) -> float:
         """Seconds since the start, on this rank."""
         return time.perf_counter() - self._started
+
+    def report(self, fraction: float, message: str) -> None:
+        """Tell how far the task is: ``fraction`` of what it must do at least; it ends with its budget, or later if need be."""
+        elapsed = self.elapsed_s()
+        self._worker.report(elapsed, max(self._budget_s, elapsed / max(fraction, 1e-3)), message)
 
     def passed(self) -> bool:
         """Whether the budget is used up on some rank. Collective call."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from profiler.measure.context import Deadline, Worker, pilot
+from profiler.measure.context import Deadline, Worker
 from profiler.measure.footprint import Footprint, footprint
 from profiler.measure.layouts import Layout, layout_at
 from profiler.measure.operands import OperandMaker, Operands
@@ -60,13 +60,12 @@ def measure_operators(worker: Worker, job: OperatorsJob) -> tuple[list[OperatorS
         for index, call in enumerate(job.calls):
             if found[index].error is not None:
                 continue
-            late = rounds > 0 and deadline.passed()
-            if late and rounds >= LEAST_ROUNDS - 1:
+            (late,) = worker.agree(float(deadline.elapsed_s() > job.budget_s))
+            if late and rounds > 0:
                 return found, bench.overhead_s
-            repeats[index] = bench.visit(call, found[index], repeats[index], late=deadline.elapsed_s() > job.budget_s)
-            worker.report(
-                min(deadline.elapsed_s(), job.budget_s), job.budget_s, f"op {index + 1} of {len(job.calls)}, round {rounds + 1}"
-            )
+            repeats[index] = bench.visit(call, found[index], repeats[index], late=bool(late))
+            done = rounds + (index + 1) / len(job.calls)
+            deadline.report(min(1.0, done), f"op {index + 1} of {len(job.calls)}, round {rounds + 1}")
         rounds += 1
     return found, bench.overhead_s
 
@@ -81,36 +80,45 @@ class _Bench:
 
     def visit(self, call: OpCall, found: OperatorSamples, repeats: int, *, late: bool) -> int:
         """One round of one call; ``repeats`` 0 = not known yet. All ranks take the same path, also around errors."""
-        problem, sets, function = self._prepare(call)
+        problem, run, sets = self._prepare(call, found)
         (failed,) = self.worker.agree(0.0 if problem is None else 1.0)
-        if failed or function is None:
+        if failed or run is None:
             found.error = problem or "failed on another rank"
             return 0
-        run = _Runner(call, function, self.worker)
-        if repeats == 0:
-            found.footprint = run.footprint(sets[0])
-            first = pilot(lambda: run.once(sets[0]), 1)
-            repeats = self.worker.repeats(first, 0.0 if late else ROUND_S, LEAST_REPEATS, MOST_REPEATS)
         gc.disable()
-        self.worker.meet()
-        forward, backward = run.samples(sets, repeats)
+        if repeats == 0:
+            seconds = self._take(run, sets[1:] + sets[:1], 1, found)
+            repeats = self.worker.repeats(seconds, 0.0 if late else ROUND_S, LEAST_REPEATS, MOST_REPEATS)
+            self._take(run, sets, repeats - 1, found)
+        else:
+            self._take(run, sets, repeats, found)
         gc.enable()
-        found.forward_s += forward
-        found.backward_s += [max(seconds - self.overhead_s, 0.1 * seconds) for seconds in backward]
         return repeats
 
-    def _prepare(self, call: OpCall) -> tuple[str | None, list[Operands], Callable[..., Any] | None]:
+    def _take(self, run: _Runner, sets: Sequence[Operands], repeats: int, found: OperatorSamples) -> float:
+        """Add samples; returns their sum in seconds."""
+        forward, backward = run.samples(sets, repeats)
+        backward = [max(seconds - self.overhead_s, 0.1 * seconds) for seconds in backward]
+        found.forward_s += forward
+        found.backward_s += backward
+        return sum(forward) + sum(backward)
+
+    def _prepare(self, call: OpCall, found: OperatorSamples) -> tuple[str | None, _Runner | None, list[Operands]]:
+        """Operands, and one run to warm up; on the first visit that run is watched for what it keeps."""
         if 3 * call.num_bytes > self.job.memory_limit_bytes:
-            return f"needs about {3 * call.num_bytes / 1e9:.1f} GB", [], None
+            return f"needs about {3 * call.num_bytes / 1e9:.1f} GB", None, []
         try:
-            function = resolve(call.target)
+            run = _Runner(call, resolve(call.target), self.worker)
             sets = self.maker.sets(call, self._layout(call), self.job.memory_limit_bytes / 3)
-            _Runner(call, function, self.worker).once(sets[-1])  # the warm-up of this round
+            if found.footprint is None:
+                found.footprint = run.footprint(sets[0])
+            else:
+                run.once(sets[0])
         except InvalidInput as error:
-            return error.violations[0].message, [], None
+            return error.violations[0].message, None, []
         except Exception as error:  # an op of a posted graph may fail in any way; it is left out and named
-            return f"{type(error).__name__}: {error}".splitlines()[0][:300], [], None
-        return None, sets, function
+            return f"{type(error).__name__}: {error}".splitlines()[0][:300], None, []
+        return None, run, sets
 
     def _layout(self, call: OpCall) -> Layout:
         if call.place.block not in self.job.blocks:

@@ -39,7 +39,7 @@ def measure_optimizer(worker: Worker, job: OptimizerJob) -> tuple[list[list[floa
     for count in job.num_params:
         share = job.budget_s * (0.4 / len(cases) + 0.6 * count / total)
         steps.append(_step(worker, job, count, share))
-        worker.report(min(deadline.elapsed_s(), job.budget_s), job.budget_s, f"optimizer on {count:,} parameters")
+        deadline.report(len(steps) / len(cases), f"optimizer on {count:,} parameters")
     for count in job.grad_sizes:
         share = job.budget_s * (0.4 / len(cases) + 0.6 * count / total)
         adds.append(_grad_add(worker, count, job.grad_dtype, share))

@@ -28,10 +28,11 @@ from specs.profile import DeviceProfile, Profile
 from specs.progress import Progress, ProgressSink, ignore
 from specs.training import TrainingSpec
 
-QUICK_BUDGET_S, FULL_BUDGET_S = 45.0, 240.0
-# Shares of the time that is left once the workers stand.
-SHARES = {"operators": 0.56, "blocks": 0.16, "collectives": 0.18, "optimizer": 0.10}
-FIXED_S = 4.0  # probe, copies, launch, overlap
+QUICK_BUDGET_S, FULL_BUDGET_S = 42.0, 240.0
+# Shares of the time that is left once the workers stand. Whole blocks are run before and after their ops, so that a machine
+# that changes its speed meanwhile does not turn up as a context factor.
+SHARES = {"blocks before": 0.09, "operators": 0.54, "blocks after": 0.09, "collectives": 0.18, "optimizer": 0.10}
+FIXED_S = 6.0  # probe, copies, launch, overlap
 PROBE_REPEATS = 5
 OPERAND_FRACTION = 0.25  # of a device's memory
 
@@ -61,7 +62,7 @@ def profile_cluster(
     """Measure ``graph`` on the devices of ``cluster``, which must be those of this machine (``local_cluster``).
 
     ``tps`` and ``micro_batches`` say at which degrees; else those of ``plans``; else all divisors of the device count and the
-    micro-batches of the workload. ``time_budget_s`` bounds the measuring (default 45 s, 240 s when not ``quick``); every op is
+    micro-batches of the workload. ``time_budget_s`` bounds the measuring (default 42 s, 240 s when not ``quick``); every op is
     measured at least twice whatever it says. ``allow_factory``: may run the code that a graph names (trusted graphs only).
 
     Raises :class:`InvalidInput` when the devices are not here, :class:`ExecutionFailed` when a worker fails or dies.
@@ -115,12 +116,14 @@ class _Session:
         self.graph, self.cluster, self.device, self.workload, self.degrees = graph, cluster, device, workload, degrees
         self.budget_s, self.progress, self.allow_factory = budget_s, progress, allow_factory
         self.started = time.monotonic()
+        self.percent = 0.0
+        self.budgets: dict[str, float] = {}
         self.cuda = device.kind != "cpu_process"
         self.calls = op_calls(graph, workload, degrees.tps, degrees.micro_batches, degrees.sequence_parallel)
         self.limit_bytes = device.memory_bytes * OPERAND_FRACTION
 
     def run(self) -> Profile:
-        self._tell("starting workers")
+        self._tell("starting workers", left_s=self.budget_s)
         with WorkerPool(self.cluster.num_devices, device_type="cuda" if self.cuda else "cpu") as pool:
             return self._measured(pool)
 
@@ -128,22 +131,23 @@ class _Session:
         baselines = pool.call("baseline")
         probes = [pool.call("probe", PROBE_REPEATS)]
         left_s = max(5.0, self.budget_s - (time.monotonic() - self.started) - FIXED_S)
-        budgets = {name: share * left_s for name, share in SHARES.items()}
+        self.budgets = {name: share * left_s for name, share in SHARES.items()}
         launches = pool.call("launch")
         copies = pool.call("copies", copy_sizes())
-        operators = pool.call("operators", self._operators_job(budgets["operators"]), self._watch("ops"))
+        blocks_before = pool.call("blocks", self._blocks_job(self.budgets["blocks before"]), self._watch("blocks before"))
+        operators = pool.call("operators", self._operators_job(self.budgets["operators"]), self._watch("operators"))
         probes.append(pool.call("probe", PROBE_REPEATS))
-        blocks = pool.call("blocks", self._blocks_job(budgets["blocks"]), self._watch("blocks"))
-        collectives_job = self._collectives_job(budgets["collectives"])
+        blocks_after = pool.call("blocks", self._blocks_job(self.budgets["blocks after"]), self._watch("blocks after"))
+        collectives_job = self._collectives_job(self.budgets["collectives"])
         collectives = pool.call("collectives", collectives_job, self._watch("collectives"))
         overlaps = pool.call("overlap", ("all_reduce", "all_gather", "reduce_scatter"))
-        optimizer_job = self._optimizer_job(budgets["optimizer"])
+        optimizer_job = self._optimizer_job(self.budgets["optimizer"])
         optimizer = pool.call("optimizer", optimizer_job, self._watch("optimizer"))
         probes.append(pool.call("probe", PROBE_REPEATS))
 
         ops, skipped = assemble.op_records(self.calls, [samples for samples, _ in operators])
         ops += assemble.grad_add_records(optimizer_job, [adds for _, adds in optimizer])
-        factors, factor_note = assemble.context_factors(self.graph, self.workload, ops, blocks)
+        factors, factor_note = assemble.context_factors(self.graph, self.workload, ops, [blocks_before, blocks_after])
         fingerprint = machine_fingerprint()
         measured = DeviceProfile(
             device=self.device.name, fingerprint={**fingerprint, "autograd_call_s": operators[0][1]}, ops=tuple(ops),
@@ -151,7 +155,7 @@ class _Session:
             overlap=assemble.overlap_records(overlaps), context_factors=factors, launch_s=assemble.middle(launches),
             baseline_bytes=max(baselines), probe_s=assemble.merged([rank for probe in probes for rank in probe]),
         )  # fmt: skip
-        self._tell("done", done=100.0)
+        self._tell("done", left_s=0.0)
         return Profile(
             name=f"{self.graph.name} on {self.cluster.name}", created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
             cluster=self.cluster.name, devices=(measured,),
@@ -194,14 +198,16 @@ class _Session:
     # --- progress ----------------------------------------------------------------------------------------------
 
     def _watch(self, stage: str) -> assemble.Watch:
-        def on_progress(done: float, total: float, message: str) -> None:
-            self._tell(message, stage=stage, part=done / total if total else 0.0)
+        later_s = sum(self.budgets[name] for name in list(SHARES)[list(SHARES).index(stage) + 1 :])
+
+        def on_progress(elapsed_s: float, total_s: float, message: str) -> None:
+            self._tell(message, stage=stage, left_s=total_s - elapsed_s + later_s)
 
         return on_progress
 
-    def _tell(self, message: str, *, stage: str = "", part: float = 0.0, done: float | None = None) -> None:
+    def _tell(self, message: str, *, left_s: float, stage: str = "") -> None:
+        """Percent done never falls; the time left may grow where the machine turns out slower than planned."""
         elapsed = time.monotonic() - self.started
-        percent = done if done is not None else min(99.0, 100.0 * elapsed / self.budget_s)
-        eta_s = 0.0 if done is not None else max(0.0, self.budget_s - elapsed)
-        data = {"part": stage, "part_done": round(part, 3), "ops": len(self.calls)}
-        self.progress(Progress(stage="profile", message=message, done=percent, total=100.0, eta_s=eta_s, data=data))
+        self.percent = max(self.percent, 100.0 * elapsed / max(elapsed + left_s, 1e-9))
+        data = {"part": stage, "ops": len(self.calls)}
+        self.progress(Progress(stage="profile", message=message, done=self.percent, total=100.0, eta_s=left_s, data=data))
