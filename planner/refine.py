@@ -155,7 +155,7 @@ class _SkeletonProblem:
         ends_s = float(terms[first].wait_s[self.prices.first_kind]) + self._least_optimizer_s()
         return StageProblem(
             forward_s=per_unit([item.forward_s for item in terms]), backward_s=per_unit([item.backward_s for item in terms]),
-            once_s=per_unit([item.once_s for item in terms]), first_s=per_unit([item.first_s for item in terms]),
+            first_s=per_unit([item.first_s for item in terms]),
             both_s=per_unit([zero if item.both_s is None else item.both_s for item in terms]),
             stage_class=self.stage_class, num_micro_batches=self.num_micro_batches, schedule=self.strategy.schedule,
             boundary_s=there + back, boundary_back_s=back,

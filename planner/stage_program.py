@@ -79,7 +79,7 @@ class _Program:
         for variable, value in zip(inner, np.cumsum(hint)[:-1].tolist(), strict=True):
             self.model.add_hint(variable, value)
         self._found: dict[tuple[int, str, int], Any] = {}
-        tables = {"f": problem.forward_s, "g": problem.backward_s, "x": problem.once_s, "r": problem.first_s, "k": problem.both_s}
+        tables = {"f": problem.forward_s, "g": problem.backward_s, "r": problem.first_s, "k": problem.both_s}
         tables |= {f"t{piece}": table for piece, table in enumerate(problem.tails_s)}
         self._prefixes = {name: prefix_sums(self.scale.ticks(table)) for name, table in tables.items()}
         horizon = int(self.scale.ticks(split_time_s(problem, hint) * 2)) + int(self.scale.ticks(self.scale.rounding_s)) + 1
@@ -147,7 +147,7 @@ class _Program:
             left = p - 1 - stage
             forward, backward = self._sum("f", stage), self._sum("g", stage)
             cost, end = forward + backward, self.stage_end[stage]
-            own = m * cost + self._sum("x", stage) + self._sum("r", stage)
+            own = m * cost + self._sum("r", stage)
             base = self._before("f", stage) + self._before("g", stage) + self._before("r", stage) + stage * (h + w) + own
             self.model.add(self.longest >= cost)
             self.model.add(end >= base)
@@ -227,7 +227,7 @@ class _Program:
 
 
 def _useful_ends(problem: StageProblem, known_s: float) -> NDArray[np.int64]:
-    """[stage, a] -> the furthest end that memory allows and that a split at least as good as ``known_s`` can have: m C + X <= V."""
+    """[stage, a] -> the furthest end that memory allows and that a split at least as good as ``known_s`` can have: m C <= V."""
     limit = (known_s - float(problem.first_stage_s[1:].min())) * (1 + 1e-9)
     prefix = prefix_sums(problem.step_work_s())
     reach = np.stack([np.searchsorted(row, row[:-1] + limit, side="right") - 1 for row in prefix])

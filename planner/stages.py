@@ -3,17 +3,17 @@
 Problem   U units in a chain, p stages in order on devices that may be unlike; each stage takes a contiguous, non-empty range.
           Minimise the time of one step of m micro-batches under each stage's memory.
 Data      f[c,u], g[c,u]  forward and backward time of unit u on device class c; c(s) the class of stage s
-          x[c,u]          time of unit u once a step;  r[c,u]  more in its first forward;  k[c,u]  both resources, a micro-batch
+          r[c,u]          more in its first forward;  k[c,u]  time of both resources, a micro-batch
           h, h', w        time of a boundary in both directions, backwards only; more when the first micro-batch crosses it
           e[s,a]          the furthest end of a stage s that starts at unit a and fits its memory
           d[b]            time of stage 0 = [0, b) before its first forward and after its last backward
           t[n,c,u], t0[n] pieces n of what a stage does after its last backward
 Variables b[s] in 1..U-1  first unit of stage s (b[0] = 0, b[p] = U);  E[s], V the step;  z the longest stage
-Derived   F_s, G_s, X_s, R_s, K_s, T[n]_s   sums of f, g, x, r, k, t[n] over [b[s], b[s+1]);  C_s = F_s + G_s;  q = p-1-s
+Derived   F_s, G_s, R_s, K_s, T[n]_s   sums of f, g, r, k, t[n] over [b[s], b[s+1]);  C_s = F_s + G_s;  q = p-1-s
           P_s = sum over i<s of C_i + R_i, + s (h + w);  Q_s = sum over i>s of C_i, + q h;  Q'_s = Q_s + sum over i>s of R_i, + q w
 Rules     (1) b[s+1] >= b[s] + 1                                     no stage is empty, every unit is on one stage
           (2) b[s+1] <= e[s, b[s]]                                   memory
-          (3) E[s] >= P_s + m C_s + X_s + R_s                        a stage works, then its last gradient travels back
+          (3) E[s] >= P_s + m C_s + R_s                              a stage works, then its last gradient travels back
   1F1B    (4) E[s] >= (3) + Q'_s - q F_s                             it waits for the first gradient to come back
           (5) E[s] >= (3) + Q_s - q G_s                              it waits for the last gradient to come back
           (6) E[s] >= (3) + Q'_s + Q_s - q C_s   if q < m-1          it waits for both, one after the other
@@ -43,12 +43,11 @@ from planner.prices import Floats
 
 @dataclass(frozen=True)
 class StageProblem:
-    """Data of one split; see the module docstring. Arrays: f, g, x, r, k (classes x U), e (p x U), d (U+1; index 0 unused),
+    """Data of one split; see the module docstring. Arrays: f, g, r, k (classes x U), e (p x U), d (U+1; index 0 unused),
     t (pieces x classes x U), t0 (pieces)."""
 
     forward_s: Floats
     backward_s: Floats
-    once_s: Floats
     first_s: Floats
     both_s: Floats
     stage_class: tuple[int, ...]
@@ -77,8 +76,8 @@ class StageProblem:
         return tuple(value.tobytes() if isinstance(value, np.ndarray) else value for value in vars(self).values())
 
     def step_work_s(self) -> Floats:
-        """m C + X of each unit. (classes x U)"""
-        return self.num_micro_batches * (self.forward_s + self.backward_s) + self.once_s
+        """m C of each unit. (classes x U)"""
+        return self.num_micro_batches * (self.forward_s + self.backward_s)
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def split_time_s(problem: StageProblem, counts: tuple[int, ...]) -> float:
 
     forward, backward, first = sums(problem.forward_s), sums(problem.backward_s), sums(problem.first_s)
     m, p, h, w = problem.num_micro_batches, problem.num_stages, problem.boundary_s, problem.boundary_first_s
-    cost, work = forward + backward, m * (forward + backward) + sums(problem.once_s)
+    cost, work = forward + backward, m * (forward + backward)
     left = np.arange(p)[::-1]
     before = _exclusive(cost + first) + np.arange(p) * (h + w)
     after = _exclusive(cost[::-1])[::-1] + left * h
@@ -128,7 +127,7 @@ def pipeline_bound_s(
     boundary_first_s: Any = 0.0, schedule: str,
 ) -> Any:  # fmt: skip
     """A bound on every E[s] for every split: ``work_s`` = W, one micro-batch through all stages; ``bottleneck_s`` <= c, the longest
-    stage's m C + X over m; ``first_s`` = R, all units' more in the first forward. Numbers or arrays.
+    stage's C; ``first_s`` = R, all units' more in the first forward. Numbers or arrays.
 
     1F1B: rule (6) at the longest stage j, with sum over i<j of C_i <= j c, gives E >= 2 W + R + (m-p-1) c, growing in c if m > p
     (at m = p and j = 0 rule (6) of stage 1 gives the same); at m = p it falls with c and meets E >= m c at c = (2 W + R) / (m+1).
@@ -147,10 +146,9 @@ def first_bound_s(problem: StageProblem, bottleneck_s: float) -> float:
     ``bottleneck_s``: of :func:`greedy_split`."""
     classes = sorted(set(problem.stage_class))
     work = float((problem.forward_s + problem.backward_s)[classes].min(axis=0).sum())
-    once = float(problem.once_s[classes].max(axis=0).sum()) if problem.schedule == "gpipe" else 0.0
     m = problem.num_micro_batches
     bound = pipeline_bound_s(
-        work, max(0.0, bottleneck_s - once) / m, num_stages=problem.num_stages, num_micro_batches=m, boundary_s=problem.boundary_s,
+        work, bottleneck_s / m, num_stages=problem.num_stages, num_micro_batches=m, boundary_s=problem.boundary_s,
         boundary_first_s=problem.boundary_first_s, first_s=float(problem.first_s[classes].min(axis=0).sum()),
         schedule=problem.schedule,
     )  # fmt: skip

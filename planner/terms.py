@@ -33,7 +33,7 @@ def hidden_cost(rules: RuntimeRules, *, of_compute: bool = False) -> float:
 class PipelineTerms:
     """Per kind, for pp > 1.
 
-    ``forward_s``, ``backward_s`` (gradient addition included, ``add_s`` that part) of each micro-batch; ``once_s`` a step;
+    ``forward_s``, ``backward_s`` (gradient addition included, ``add_s`` that part) of each micro-batch;
     ``first_s`` more in the first forward (weights gathered and unpacked), ``wait_s`` more if the unit is the first of its stage.
     ``reduce_s``: reductions of one micro-batch that run beside or after backward; ``tails``: (per kind, constant) pieces, each a
     bound on what a stage does after its last backward; ``both_s``: least seconds of the two resources a micro-batch where
@@ -43,7 +43,6 @@ class PipelineTerms:
     forward_s: Floats
     backward_s: Floats
     add_s: Floats
-    once_s: Floats
     first_s: Floats
     wait_s: Floats
     reduce_s: Floats
@@ -74,13 +73,12 @@ def pipeline_terms(
     none = np.zeros_like(units.forward_s)
     if not sharded:
         reduce = shards.all_reduce_s if zero == 0 else shards.all_reduce_s * 0.0
-        return PipelineTerms(units.forward_s, backward, add, none, none, none, reduce, ((reduce + none, 0.0),))
+        return PipelineTerms(units.forward_s, backward, add, none, none, reduce, ((reduce + none, 0.0),))
     first, wait = _first_forward(prices, shards, units.forward_s)
-    once = none
-    if rules.reduce_inline:
-        if zero >= 2:  # the last pass reduces like zero 1: its end may lie after the gradient has been sent on
-            once = once + np.maximum(np.asarray(passes, dtype=float) - 1, 0.0)[..., None] * shards.reduce_s
-        return PipelineTerms(units.forward_s, backward, add, once, first, wait, shards.reduce_s, ((shards.reduce_s + none, 0.0),))
+    if rules.reduce_inline:  # on the compute queue, but a stage's last reduction comes after its gradient has been sent on
+        both = units.forward_s + backward + shards.reduce_s if zero >= 2 else None
+        tails = ((shards.reduce_s + none, 0.0),)
+        return PipelineTerms(units.forward_s, backward, add, first, wait, shards.reduce_s, tails, both)
     hidden, back = hidden_cost(rules), hidden_cost(rules, of_compute=True)
     both = None
     if zero >= 2:
@@ -88,11 +86,11 @@ def pipeline_terms(
         comm_bound, compute_bound = shards.reduce_s + back * cost, cost + hidden * shards.reduce_s
         larger = ((comm_bound - compute_bound) @ prices.counts > 0)[..., None]
         both = np.where(larger, comm_bound, compute_bound)
-    tails = (
+    pieces = (
         (none + hidden * shards.reduce_s, (1 - hidden) * float(shards.reduce_s.min())),
         (shards.reduce_s - (1 - back) * backward, 0.0),
     )
-    return PipelineTerms(units.forward_s, backward, add, once, first, wait, shards.reduce_s, tails, both)
+    return PipelineTerms(units.forward_s, backward, add, first, wait, shards.reduce_s, pieces, both)
 
 
 def _first_forward(prices: Prices, shards: ShardPrices, forward_s: Floats) -> tuple[Floats, Floats]:

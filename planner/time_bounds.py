@@ -71,12 +71,10 @@ class _Pipeline:
     def bound(self) -> Floats:
         counts, shape = self.prices.counts, self.units[0].forward_s.shape
         cost = np.stack([item.cost_s for item in self.terms])
-        once = np.stack([np.broadcast_to(item.once_s, shape) for item in self.terms])
         added = np.stack([np.broadcast_to(item.add_s, shape) for item in self.terms]).max(axis=0) @ counts
         first = np.stack([np.broadcast_to(item.first_s, shape) for item in self.terms]).min(axis=0) @ counts
-        loaded = cost if self.schedule == "gpipe" else cost + once / self.passes[None, :, None]
         body = pipeline_bound_s(
-            cost.min(axis=0) @ counts, self._bottleneck(loaded), num_stages=self.layout.pp, num_micro_batches=self.passes,
+            cost.min(axis=0) @ counts, self._bottleneck(cost), num_stages=self.layout.pp, num_micro_batches=self.passes,
             boundary_s=self._boundary(), boundary_first_s=self._first_wait(), first_s=first, schedule=self.schedule,
         )  # fmt: skip
         bound = body - added + self._ends()

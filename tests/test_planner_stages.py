@@ -31,7 +31,7 @@ def problem(
     units = f.shape[1]
     zero = np.zeros_like(f)
     return StageProblem(
-        forward_s=f, backward_s=g, once_s=zero, first_s=zero, both_s=zero, stage_class=stage_class or (0,) * stages,
+        forward_s=f, backward_s=g, first_s=zero, both_s=zero, stage_class=stage_class or (0,) * stages,
         num_micro_batches=micro_batches, schedule=schedule, boundary_s=2 * hop, boundary_back_s=hop, boundary_first_s=0.0,
         furthest_end=np.full((stages, units), units) if ends is None else ends,
         first_stage_s=np.zeros(units + 1) if first_stage is None else first_stage, tails_s=zero[None], tail_constants_s=np.zeros(1),
@@ -90,8 +90,8 @@ def test_agrees_with_brute_force_on_unlike_devices(seed: int) -> None:
     classes = tuple(int(value) for value in rng.integers(0, 2, stages))
     schedule = "gpipe" if seed % 4 == 0 else "1f1b"
     item = problem(
-        rng.uniform(0.5, 3.0, (2, units)).tolist(), stages=stages, micro_batches=stages + int(rng.integers(0, 5)), stage_class=classes,
-        schedule=schedule, hop=0.1, backward=rng.uniform(0.5, 5.0, (2, units)).tolist(),
+        rng.uniform(0.5, 3.0, (2, units)).tolist(), stages=stages, micro_batches=stages + int(rng.integers(0, 5)),
+        stage_class=classes, schedule=schedule, hop=0.1, backward=rng.uniform(0.5, 5.0, (2, units)).tolist(),
         ends=np.minimum(np.arange(units)[None, :] + rng.integers(1, units + 1, (stages, 1)), units),
         first_stage=np.concatenate([[0.0], np.cumsum(rng.uniform(0, 0.5, units))]),
     )  # fmt: skip
