@@ -132,14 +132,15 @@ class CostModel:
         traffic = 2 * states + 2 * weight + grad  # states and weight read and written, gradient read
         return optimizer_time_s(num_params, traffic, self.device(device))
 
-    def copy_s(self, device: str, num_bytes: float) -> float:
-        """Seconds to copy ``num_bytes`` within device memory (read and write)."""
+    def copy_s(self, device: str, num_bytes: float, *, fresh: bool = False) -> float:
+        """Seconds to copy ``num_bytes`` within device memory (read and write); ``fresh``: into memory allocated for it."""
         if num_bytes <= 0:
             return 0.0
         measured = self._device_profile(device)
-        records = [item for item in measured.copies if item.direction == "local"] if measured else []
-        if records:
-            return curve(records[0].sizes_bytes, [timing.median_s for timing in records[0].times])(num_bytes)[0]
+        records = {item.direction: item for item in measured.copies} if measured else {}
+        record = records.get("local_fresh" if fresh else "local") or records.get("local")
+        if record is not None:
+            return curve(record.sizes_bytes, [timing.median_s for timing in record.times])(num_bytes)[0]
         return 2 * num_bytes / (0.8 * self.device(device).memory_bandwidth_bytes_per_s)
 
     def grad_add_s(self, device: str, num_elements: float) -> float:

@@ -276,7 +276,7 @@ class _PipelineTasks:
     def _unpack_s(self, cost: StageCost, index: int) -> float:
         """Copying a unit's gathered flat buffer into its parameters."""
         copies = self.rules.gather_copies if self.software.gather_copies is None else self.software.gather_copies
-        return copies * self.model.copy_s(cost.device, cost.unit_weight_bytes(index))
+        return copies * self.model.copy_s(cost.device, cost.unit_weight_bytes(index), fresh=True)
 
     def _reduce_unit(self, rank: RankStep, cost: StageCost, index: int, after: int, action: Action) -> None:
         """Reduce-scatter of a unit's gradients in the shard group, all-reduce of the shard between replicas."""
@@ -286,7 +286,7 @@ class _PipelineTasks:
         seconds = self.model.network.collective("reduce_scatter", size, cost.shard_shape).seconds
         seconds += self.model.network.collective("all_reduce", size / cost.shard_degree, cost.replica_shape).seconds
         copies = self.rules.reduce_copies if self.software.reduce_copies is None else self.software.reduce_copies
-        pack = copies * self.model.copy_s(cost.device, size)
+        pack = copies * self.model.copy_s(cost.device, size, fresh=True)
         rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
         label = f"reduce {action} u{index}"
         self.reductions[rank.rank].append(self._comm(rank, seconds + pack, [after], label, inline=self.rules.reduce_inline))

@@ -49,7 +49,8 @@ class CollectiveRecord(Spec):
 
 
 class CopyRecord(Spec):
-    """A copy by size. ``direction``: local (device to device memory) | h2d | d2h | h2d_pageable | d2h_pageable."""
+    """A copy by size. ``direction``: local (within device memory) | local_fresh (into new memory) | h2d | d2h, or either with
+    ``_pageable``."""
 
     direction: str
     sizes_bytes: tuple[float, ...]

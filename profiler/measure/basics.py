@@ -142,14 +142,27 @@ def measure_launch(worker: Worker, job: Any) -> list[float]:
 
 
 def measure_copies(worker: Worker, sizes_bytes: Sequence[int]) -> dict[str, list[list[float]]]:
-    """Seconds of copies by direction and size; all ranks copy at once. Host directions exist only beside an accelerator."""
+    """Seconds of copies by direction and size; all ranks copy at once. Host directions exist only beside an accelerator.
+
+    ``local`` writes memory that is there already, ``local_fresh`` memory that is allocated for it (its pages are touched first).
+    """
     found = {"local": [_copy(worker, size, worker.device, worker.device, pinned=False) for size in sizes_bytes]}
+    found["local_fresh"] = [_clone(worker, size) for size in sizes_bytes]
     if worker.device.type == "cuda":
         host = torch.device("cpu")
         for suffix, pinned in (("", True), ("_pageable", False)):
             found["h2d" + suffix] = [_copy(worker, size, host, worker.device, pinned=pinned) for size in sizes_bytes]
             found["d2h" + suffix] = [_copy(worker, size, worker.device, host, pinned=pinned) for size in sizes_bytes]
     return found
+
+
+def _clone(worker: Worker, size: int) -> list[float]:
+    one = torch.zeros(max(1, size // 4), device=worker.device)
+
+    def work() -> None:
+        one.clone()
+
+    return list(samples_of(worker, work, worker.repeats(pilot(work), COPY_SHARE_S / 4, 3, 50)))
 
 
 def _copy(worker: Worker, size: int, source: torch.device, target: torch.device, *, pinned: bool) -> list[float]:
