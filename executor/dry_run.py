@@ -45,6 +45,8 @@ def dry_run(
 ) -> DryRunReport:
     """Materialise ``rank`` of ``plan``. ``workload`` sets the precision (default: that of :class:`TrainingSpec`).
 
+    Use a process that does not train afterwards: torch keeps device meshes, and with them the names of the fake groups.
+
     Raises :class:`InvalidInput` when the plan cannot be executed, and when this process is in a process group already.
     """
     world_size = plan.world_size

@@ -73,8 +73,8 @@ class ShardedDataParallel(DataParallel):
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         self._root = _fsdp(module)
         self._flags: tuple[bool, bool, bool] | None = None
-        if zero == 3:
-            _prefetch(heads, prefetch_units, asynchronous=mesh.device_type == "cpu")
+        # with kept parameters there is nothing to gather ahead, and torch's default would gather freed ones once more
+        _prefetch(heads, prefetch_units if zero == 3 else 0, asynchronous=mesh.device_type == "cpu")
         for head in heads:
             self._instrument(head)
 

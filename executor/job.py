@@ -37,7 +37,7 @@ class Job(Spec):
     steps: int = Field(ge=1)
     warmup_steps: int = Field(ge=0)
     backend: str = "gloo"
-    collective_timeout_s: float = Field(default=60.0, gt=0)
+    collective_timeout_s: float = Field(default=180.0, gt=0)
     allow_factory: bool = False
     pin: bool = True
     probe: bool = True

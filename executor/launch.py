@@ -27,13 +27,13 @@ def main(folder: Path, caller_pid: int) -> int:
     from executor.worker import LAUNCHER_PID
 
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    report = _launch(folder, Job.load(folder).plan.world_size)
+    report = _launch(folder, Job.load(folder))
     write_json(folder / "launch.json", report)
     return 1 if report.error else 0
 
 
-def _launch(folder: Path, world_size: int) -> LaunchReport:
-    """Start the workers through torch elastic and wait for them."""
+def _launch(folder: Path, job: Job) -> LaunchReport:
+    """Start the workers through torch elastic and wait for them. CUDA does not survive a fork, so its workers are spawned."""
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -45,10 +45,10 @@ def _launch(folder: Path, world_size: int) -> LaunchReport:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=world_size, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0", rdzv_configs={"is_host": True}, local_addr="127.0.0.1", max_restarts=0,
-        monitor_interval=MONITOR_INTERVAL_S, start_method="fork", shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+        min_nodes=1, max_nodes=1, nproc_per_node=job.plan.world_size, run_id=uuid.uuid4().hex, local_addr="127.0.0.1",
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", rdzv_configs={"is_host": True}, max_restarts=0,
+        start_method="spawn" if job.backend == "nccl" else "fork", monitor_interval=MONITOR_INTERVAL_S,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S, logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
     )  # fmt: skip
     try:
         elastic_launch(config, worker_main)(str(folder))

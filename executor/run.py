@@ -31,7 +31,7 @@ POLL_INTERVAL_S = 0.05
 def run_plan(
     plan: Plan, graph: ModelGraph, workload: TrainingSpec, *, steps: int, warmup_steps: int, profile: Profile | None = None,
     output_dir: Path | None = None, backend: str = "gloo", progress: ProgressSink = ignore,
-    cancel: Callable[[], bool] | None = None, timeout_s: float = 1800.0, collective_timeout_s: float = 60.0,
+    cancel: Callable[[], bool] | None = None, timeout_s: float = 1800.0, collective_timeout_s: float = 180.0,
     allow_factory: bool = False, pin: bool = True,
 ) -> Measurement:  # fmt: skip
     """Train ``warmup_steps`` + ``steps`` steps under ``plan``, one worker process per device, and return what was measured.
@@ -56,10 +56,15 @@ def run_plan(
     with _folder(output_dir) as folder:
         job.save(folder)
         _Run(job, folder, progress, cancel, timeout_s).follow()
-        results = [
-            RankResult.model_validate_json((folder / f"rank{rank}.result.json").read_text()) for rank in range(plan.world_size)
-        ]
+        results = [_result(folder, rank) for rank in range(plan.world_size)]
     return measurement_of(job, results, profile, flags)
+
+
+def _result(folder: Path, rank: int) -> RankResult:
+    try:
+        return RankResult.model_validate_json((folder / f"rank{rank}.result.json").read_text())
+    except FileNotFoundError:
+        raise ExecutionFailed(f"rank {rank} ended without an error and without a result") from None
 
 
 @contextlib.contextmanager

@@ -21,12 +21,11 @@ from executor.materialize import materialize
 from executor.memory import MemoryMeter
 from executor.timers import Timers
 from executor.train import StepLog, Trainer
-from profiler.probe import run_probe
+from executor.warm_up import warm_up
 from profiler.sources import model_from_graph
 from profiler.worker_env import prepare_worker
 
 LAUNCHER_PID = "MESHWRIGHT_LAUNCHER_PID"
-WARM_UP_SIZE = 256
 CAUSE_FIRST_S = 1.0
 
 
@@ -60,7 +59,9 @@ def run_rank(job: Job, rank: int, log: StepLog) -> RankResult:
         layout, device_type=device.type, zero=stage.zero if layout.dp > 1 else 0, shard_group=stage.shard_group,
         timeout_s=job.collective_timeout_s,
     )  # fmt: skip
-    _warm_up(device)
+    model = model_from_graph(job.graph, allow_factory=job.allow_factory)
+    warm_up(model, job.graph, job.plan, getattr(torch, job.workload.precision.param_dtype), device)
+    del model
     memory = MemoryMeter(device)
     program = materialize(
         job.plan, model_from_graph(job.graph, allow_factory=job.allow_factory), job.graph, job.workload, rank, device=device,
@@ -71,15 +72,6 @@ def run_rank(job: Job, rank: int, log: StepLog) -> RankResult:
     dist.barrier()
     dist.destroy_process_group()
     return result
-
-
-def _warm_up(device: torch.device) -> None:
-    """What every process allocates once, whatever its model: library buffers, the probe's operands, autograd, gloo's buffers."""
-    run_probe()
-    left = torch.ones(WARM_UP_SIZE, WARM_UP_SIZE, device=device, requires_grad=True)
-    (left @ left).sum().backward()
-    dist.all_reduce(torch.ones(WARM_UP_SIZE, device=device))
-    dist.barrier()
 
 
 def _report(folder: Path, rank: int, step: int | None, error: BaseException) -> None:

@@ -27,12 +27,18 @@ class RankFailed(AssertionError):
     """A rank raised, died, or did not finish; the message holds its number and traceback."""
 
 
+def run_apart(function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> Any:
+    """``function(*args)`` in a forked process without a process group: what it changes in torch's state ends with it."""
+    return run_ranks(lambda _, *rest: function(*rest), 0, *args, timeout_s=timeout_s)[0]
+
+
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """``function(rank, *args)`` on each rank with a gloo process group; returns what each rank returned."""
+    """``function(rank, *args)`` on each rank with a gloo process group (none with 0 ranks: one process); returns what each rank
+    returned."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
-        for rank in range(world_size):
+        for rank in range(max(world_size, 1)):
             receiver, sender = context.Pipe(duplex=False)
             target = (rank, world_size, Path(folder) / "store", os.getpid(), sender, function, args)
             process = context.Process(target=_rank_main, args=target, daemon=True)
@@ -82,13 +88,15 @@ def _rank_main(
     die_with_parent(parent)
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        )
+        if world_size:
+            timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
         result = function(rank, *args)
-        dist.barrier()
+        if world_size:
+            dist.barrier()
         sender.send_bytes(pickle.dumps((True, time.time(), result)))
-        dist.destroy_process_group()
+        if world_size:
+            dist.destroy_process_group()
         code = 0
     except BaseException:
         sender.send_bytes(pickle.dumps((False, time.time(), traceback.format_exc())))

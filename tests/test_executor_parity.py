@@ -17,6 +17,7 @@ FULL = RecomputeMode.FULL
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "ddp": {"dp": 2, "micro_batch": 4},
     "ddp_accumulating": {"dp": 2, "micro_batch": 2, "num_micro_batches": 2},
+    "ddp_recompute": {"dp": 2, "micro_batch": 2, "num_micro_batches": 2, "recompute": FULL},
     "zero1": {"dp": 2, "micro_batch": 2, "num_micro_batches": 2, "zero": 1},
     "zero2": {"dp": 2, "micro_batch": 2, "num_micro_batches": 2, "zero": 2},
     "zero3": {"dp": 2, "micro_batch": 2, "num_micro_batches": 2, "zero": 3},
@@ -108,6 +109,16 @@ def selective(plan: Plan, classes: tuple[str, ...]) -> Plan:
 def test_shards_by_groups_smaller_than_dp() -> None:
     plan = plan_of("llama", dp=4, micro_batch=1, num_micro_batches=2, zero=3)
     compare_with_reference("llama", with_stages(plan, shard_group=2))
+
+
+@pytest.mark.parametrize(("zero", "gathers", "reductions"), [(1, 1, 1), (2, 1, 2), (3, 4, 2)])
+def test_collectives_of_each_zero_stage(zero: int, gathers: int, reductions: int) -> None:
+    """Per unit and step with two micro-batches."""
+    units = graph_of("llama").num_units()
+    plan = plan_of("llama", dp=2, micro_batch=2, num_micro_batches=2, zero=zero)
+    traffic = compare_with_reference("llama", plan)["record"].traffic
+    assert traffic["dp.all_gather"].calls == gathers * units
+    assert traffic["dp.reduce_scatter"].calls == reductions * units
 
 
 @pytest.mark.parametrize("prefetch_units", [0, 2])

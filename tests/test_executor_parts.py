@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from executor.batch import DataSource, vocabulary_size
 from executor.compare import compare, difference
-from executor.dry_run import dry_run
+from executor.dry_run import DryRunReport, dry_run
 from executor.layout import Layout, Place
 from executor.memory import MemoryMeter
 from executor.params import Placements, local_part, shard_bounds
@@ -25,12 +25,14 @@ from executor.timers import Timers
 from profiler.probe import run_probe
 from profiler.worker_env import worker_environment
 from specs.errors import InvalidInput
+from specs.graph import ModelGraph
 from specs.measurement import Measurement
 from specs.plan import Mesh, Plan, RecomputeMode, RecomputeRun
 from specs.prediction import MemoryPrediction, Prediction
 from specs.schedule import rows_for
 from specs.terms import TIME_TERMS
 from specs.training import TrainingSpec
+from tests.distributed_helpers import run_apart
 from tests.executor_models import graph_of
 from tests.plans import make_plan
 
@@ -235,6 +237,10 @@ def test_another_model_is_flagged() -> None:
 # --- dry runs -------------------------------------------------------------------------------------------------------
 
 
+def dry_runs(plan: Plan, graph: ModelGraph) -> list[DryRunReport]:
+    return [dry_run(plan, graph, rank, workload_of(plan)) for rank in range(plan.world_size)]
+
+
 @pytest.mark.parametrize("choices", [
     {"dp": 2, "micro_batch": 1}, {"dp": 4, "zero": 3, "micro_batch": 1}, {"tp": 2, "dp": 2, "zero": 1, "micro_batch": 1},
     {"pp": 2, "tp": 2, "dp": 2, "zero": 2, "micro_batch": 1, "num_micro_batches": 2},
@@ -243,8 +249,9 @@ def test_another_model_is_flagged() -> None:
 def test_shards_of_all_ranks_make_up_the_model(choices: dict[str, Any], model: str) -> None:
     graph = graph_of(model)
     plan = make_plan(graph, seq_len=SEQ_LEN, **choices)
-    reports = [dry_run(plan, graph, rank, workload_of(plan)) for rank in range(plan.world_size)]
-    whole = dry_run(make_plan(graph, seq_len=SEQ_LEN, micro_batch=1), graph, 0).params
+    reports = run_apart(dry_runs, plan, graph)
+    (unsharded,) = run_apart(dry_runs, make_plan(graph, seq_len=SEQ_LEN, micro_batch=1), graph)
+    whole = unsharded.params
     for name, shape in whole.items():
         split = next(report.params[name] for report in reports if name in report.params)
         dims = [dim for dim, (own, full) in enumerate(zip(split, shape, strict=True)) if own != full]
@@ -258,7 +265,7 @@ def test_shards_of_all_ranks_make_up_the_model(choices: dict[str, Any], model: s
 def test_dry_run_of_a_thousand_ranks() -> None:
     graph = graph_of("llama")
     plan = make_plan(graph, seq_len=SEQ_LEN, dp=128, tp=2, pp=4, zero=1, micro_batch=1, num_micro_batches=4)
-    report = dry_run(plan, graph, 1023)
+    report = run_apart(dry_run, plan, graph, 1023)
     assert (report.world_size, report.pp, report.dp, report.tp) == (1024, 3, 127, 1)
     assert report.units == (5,)
     assert report.actions[1:3] == ("3RECV_F0", "3F0")
