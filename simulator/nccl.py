@@ -34,11 +34,14 @@ TREE = (
 )
 # Share of a NIC's line rate that reaches the application, by the kind of network in the link's name; first match wins.
 # 0.62 to 0.94 measured for RDMA networks (Echo's NCCL logs on HDR, AWS nccl-tests on EFA), 0.9 for large messages on NDR.
-# Omni-Path copies through the host: 0.04 to 0.10 measured for one group of four nodes, 0.06 to 0.22 on an older system
+# 0.40 on TCP of AWS g5 nodes, 0.9 of GCP's (Mist's tables). Omni-Path copies through the host: 0.04 to 0.10 measured for one group of four nodes, 0.06 to 0.22 on an older system
 # (BigScience chronicles); fitted within 0.05 to 0.40.
 LINE_RATE_SHARE: tuple[tuple[str, float], ...] = (
-    ("omni-path", 0.20), ("tcp", 0.70), ("ethernet", 0.75), ("efa", 0.80), ("", 0.85),
+    ("omni-path", 0.20), ("aws tcp", 0.40), ("tcp", 0.70), ("ethernet", 0.75), ("efa", 0.80), ("", 0.85),
 )  # fmt: skip
+# Two nodes exchange the tensor once in each direction by trees, twice in a ring: up to 2 in theory; 1.0 measured on HDR (Echo's
+# logs, 16 GPUs), 1.2 on p5 and 1.56 on p4de (AWS nccl-tests).
+TWO_NODE_TREE_GAIN = 1.25
 
 
 def line_rate_share(kind: str) -> float:
@@ -58,8 +61,7 @@ def ring_s(
     bandwidth = min(intra, inter)
     times = [_ring(item, rounds, num_ranks, num_nodes, hop_s) + moved / (bandwidth * item.bandwidth_share) for item in RING]
     if op == "all_reduce":
-        # two nodes exchange the tensor once in each direction instead of twice
-        through = bandwidth if num_nodes > 2 else min(intra, 2 * inter)
+        through = bandwidth if num_nodes > 2 else min(intra, TWO_NODE_TREE_GAIN * inter)
         times += [_tree(item, num_ranks, num_nodes, hop_s) + moved / (through * item.bandwidth_share) for item in TREE]
     return min(times)
 

@@ -46,7 +46,7 @@ OTHER_UNITS = {r"neuroncore": "a NeuronCore is half of a Trainium chip", r"\btpu
 NVL72_DEVICES = 72
 DEFAULT_DEVICES_PER_NODE = 8
 # Networks named in a row's words, where they are no RDMA network: the kind that ``simulator.nccl`` knows.
-NETWORKS = (("omni-path", "Omni-Path"), ("g4dn", "TCP"), ("ethernet", "Ethernet"), ("efa", "EFA"))
+NETWORKS = (("omni-path", "Omni-Path"), ("g4dn", "AWS TCP"), ("g5.", "AWS TCP"), ("ethernet", "Ethernet"), ("efa", "EFA"))
 # Gbit/s per device between nodes where neither the row nor a preset of the device says: one NIC per device of its time.
 DEFAULT_GBIT_S = {"volta": 25.0, "ampere": 200.0}
 NEWER_GBIT_S = 400.0

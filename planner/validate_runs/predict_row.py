@@ -35,6 +35,11 @@ class RunPrediction:
     assumed: tuple[str, ...] = ()
 
     @property
+    def reported_memory_bytes(self) -> float:
+        """Peak memory as the run's source reads it."""
+        return self.prediction.memory.peak_bytes
+
+    @property
     def tokens_per_s_per_gpu(self) -> float:
         """Throughput as tables print it."""
         return self.prediction.tokens_per_s / (self.run.num_gpus or 1)
@@ -110,10 +115,11 @@ def _by_layers(run: PublishedRun) -> bool:
 
 
 def workload_of(run: PublishedRun, framework: Framework, sizes: Sizes) -> TrainingSpec:
-    """The workload. Without a word on attention, kernels are fused from 2023 on."""
+    """The workload. Without a word on attention, kernels are fused from 2023 on, but not where attention alone is recomputed:
+    that is what Megatron's selective recompute is for."""
     flash = run.flash_attention
     if flash is None:
-        flash = (run.year or 2024) >= 2023
+        flash = (run.year or 2024) >= 2023 and (run.recompute.lower() != "selective" or _by_layers(run))
     return TrainingSpec(
         global_batch=sizes.global_batch, seq_len=sizes.seq_len, precision=precision_of(run, framework),
         attention_kernel="flash" if flash else "math", loss_kernel="full",
