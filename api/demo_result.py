@@ -56,6 +56,9 @@ class Scores(Spec):
 
     num_runs: int
     step_median_error: float
+    step_median_error_without_drift: float | None = Field(
+        default=None, description="measured times divided by the drift of the machine since the profile"
+    )
     step_worst_error: float
     memory_median_error: float
     kendall_tau: float | None
@@ -102,12 +105,16 @@ def scores_of(runs: Sequence[Run]) -> Scores | None:
     if not runs:
         return None
     step_errors = [abs(run.comparison.step_time.relative_error or 0.0) for run in runs]
+    undrifted = [run.comparison.step_time_at_profile_speed or run.comparison.step_time for run in runs]
+    has_drift = any(run.comparison.step_time_at_profile_speed is not None for run in runs)
+    without_drift = statistics.median(abs(item.relative_error or 0.0) for item in undrifted)
     memory_errors = [abs(run.comparison.peak_memory.relative_error or 0.0) for run in runs]
     measured = {index: run.comparison.step_time.measured for index, run in enumerate(runs)}
     chosen = next((index for index, run in enumerate(runs) if run.chosen), None)
     return Scores(
         num_runs=len(runs),
         step_median_error=statistics.median(step_errors),
+        step_median_error_without_drift=without_drift if has_drift else None,
         step_worst_error=max(step_errors),
         memory_median_error=statistics.median(memory_errors),
         kendall_tau=kendall_tau([run.comparison.step_time.predicted for run in runs], list(measured.values())),

@@ -14,7 +14,7 @@ from pathlib import Path
 from api.client import Client
 from specs.errors import MeshwrightError
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 240.0
 STOP_LIMIT_S = 20.0
 
 

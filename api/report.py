@@ -43,6 +43,7 @@ def render_report(result: DemoResult, trace: Mapping[str, Any] | None = None) ->
         prediction=prediction,
         stages=stage_rows(result.answer.plan) if result.answer and result.answer.plan else [],
         terms=term_rows(prediction, chosen),
+        has_drift=any(run.measurement.drift is not None for run in result.runs),
         memory_terms=MEMORY_TERMS,
         figures=list(shown),
         figure_json=_script_json(shown),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from profiler.interpolate import curve
 from profiler.opset import Kernels
@@ -142,6 +145,17 @@ class CostModel:
         if record is not None:
             return curve(record.sizes_bytes, [timing.median_s for timing in record.times])(num_bytes)[0]
         return 2 * num_bytes / (0.8 * self.device(device).memory_bandwidth_bytes_per_s)
+
+    def skew_wait_s(self, device: str, work_s: float, group_size: int, rounds: int = 1) -> float:
+        """Seconds that a rank waits, on average, for the slowest of its group at each of ``rounds`` synchronisations that split
+        ``work_s`` of equal work. Measured skew between its points in log time, the nearest one outside; none where not measured."""
+        measured = self._device_profile(device)
+        if group_size < 2 or rounds < 1 or work_s <= 0 or measured is None or not measured.rank_skew:
+            return 0.0
+        points = sorted(measured.rank_skew, key=lambda point: point.horizon_s)
+        logs = [math.log(point.horizon_s) for point in points]
+        excess = float(np.interp(math.log(work_s / rounds), logs, [point.excess for point in points]))
+        return work_s * excess
 
     def grad_add_s(self, device: str, num_elements: float) -> float:
         """Seconds to add a gradient of ``num_elements`` into an accumulated one."""

@@ -34,8 +34,8 @@ TREE = (
 )
 # Share of a NIC's line rate that reaches the application, by the kind of network in the link's name; first match wins.
 # 0.62 to 0.94 measured for RDMA networks (Echo's NCCL logs on HDR, AWS nccl-tests on EFA), 0.9 for large messages on NDR.
-# 0.40 on TCP of AWS g5 nodes, 0.9 of GCP's (Mist's tables). Omni-Path copies through the host: 0.04 to 0.10 measured for one group of four nodes, 0.06 to 0.22 on an older system
-# (BigScience chronicles); fitted within 0.05 to 0.40.
+# 0.40 on TCP of AWS g5 nodes, 0.9 of GCP's (Mist's tables). Omni-Path copies through the host: 0.04
+# to 0.10 measured for one group of four nodes, 0.06 to 0.22 on an older system (BigScience chronicles); fitted within 0.05 to 0.40.
 LINE_RATE_SHARE: tuple[tuple[str, float], ...] = (
     ("omni-path", 0.20), ("aws tcp", 0.40), ("tcp", 0.70), ("ethernet", 0.75), ("efa", 0.80), ("", 0.85),
 )  # fmt: skip

@@ -190,7 +190,9 @@ class _PipelineTasks:
         if not gathers or cost.shard_degree == 1:
             terms = {
                 "forward": cost.slowdown * sum(unit.forward_s for unit in cost.units),
-                "tp_comm": sum(unit.tp_forward_s for unit in cost.units),
+                "tp_comm": sum(
+                    unit.tp_forward_s + self._tp_wait_s(cost, unit.forward_s, unit.tp_forward_calls) for unit in cost.units
+                ),
             }
             return self._compute(rank, terms, after, f"{action}", wait)
         last = -1
@@ -200,8 +202,10 @@ class _PipelineTasks:
             gate = after if index == 0 else ([computed[ahead]] if ahead >= 0 and cost.stage.zero == 3 else [])
             gathered = self._gather(rank, cost, index, gate, action)
             terms = {
-                "dp_comm": self._unpack_s(cost, index), "forward": cost.slowdown * unit.forward_s, "tp_comm": unit.tp_forward_s
-            }  # fmt: skip
+                "dp_comm": self._unpack_s(cost, index) + self._dp_wait_s(cost, unit.forward_s),
+                "forward": cost.slowdown * unit.forward_s,
+                "tp_comm": unit.tp_forward_s + self._tp_wait_s(cost, unit.forward_s, unit.tp_forward_calls),
+            }
             last = self._compute(rank, terms, [gathered, *(after if index == 0 else [])], f"{action} u{index}", "dp_comm")
             computed.append(last)
         return last
@@ -226,6 +230,8 @@ class _PipelineTasks:
             terms = self._backward_terms(cost, [index], accumulates and zero not in (2, 3))
             if gathers and index < len(cost.units) - 1:
                 terms["dp_comm"] = self._unpack_s(cost, index)
+            if reduces or gathers:
+                terms["dp_comm"] = terms.get("dp_comm", 0.0) + self._dp_wait_s(cost, terms["backward"] + terms["recompute"])
             if ddp:
                 terms["backward"] += self.rules.bucket_copies * self.model.copy_s(cost.device, cost.unit_grad_bytes(index))
             task = self._compute(rank, terms, gate, f"{action} u{index}", wait if first else "dp_comm")
@@ -254,8 +260,19 @@ class _PipelineTasks:
         return {
             "backward": cost.slowdown * (sum(unit.backward_s for unit in picked) + add),
             "recompute": cost.slowdown * sum(unit.recompute_s for unit in picked),
-            "tp_comm": sum(unit.tp_backward_s + unit.tp_recompute_s for unit in picked),
+            "tp_comm": sum(
+                unit.tp_backward_s + unit.tp_recompute_s + self._tp_wait_s(cost, unit.backward_s, unit.tp_backward_calls)
+                for unit in picked
+            ),
         }
+
+    def _tp_wait_s(self, cost: StageCost, work_s: float, calls: int) -> float:
+        """Waiting for the slowest tensor-parallel rank at each collective of a unit."""
+        return self.model.skew_wait_s(cost.device, cost.slowdown * work_s, cost.tp_shape.size, calls)
+
+    def _dp_wait_s(self, cost: StageCost, work_s: float) -> float:
+        """Waiting for the slowest data-parallel rank at a unit's gather or reduction, or once a step (DDP)."""
+        return self.model.skew_wait_s(cost.device, work_s, cost.dp_shape.size)
 
     def _compute(self, rank: RankStep, terms: dict[str, float], after: list[int], label: str, wait_term: str) -> int:
         used = {name: seconds for name, seconds in terms.items() if seconds > 0}
@@ -318,6 +335,10 @@ class _PipelineTasks:
                     self._reduce_at_end(rank, number, cost, index)
             self._partial_grads(rank, cost)
             self._tied(rank, number, cost)
+            if cost.stage.zero == 0 and self.num_stages == 1:
+                work_s = sum(unit.forward_s + unit.backward_s + unit.recompute_s for unit in cost.units)
+                wait_s = self._dp_wait_s(cost, cost.slowdown * work_s * self.pipeline.num_micro_batches)
+                self._compute(rank, {"dp_comm": wait_s}, [], "slowest rank", "dp_comm")
         local = sum(cost.num_trainable / cost.shard_degree for cost in rank.stages.values())
         device = next(iter(rank.stages.values()))
         passes = self.software.grad_passes * local * device.grad_bytes

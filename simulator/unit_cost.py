@@ -36,6 +36,8 @@ class UnitCost:
     input_bytes: float
     output_bytes: float
     tp_bytes: float
+    tp_forward_calls: int
+    tp_backward_calls: int
     partial_grad_elements: float
     seconds_by_source: dict[Provenance, float] = field(default_factory=dict)
     unknown_ops: tuple[str, ...] = ()
@@ -102,6 +104,8 @@ def unit_cost(
         input_bytes=sum(walk.bytes_of(tensor) for tensor in placed.inputs if tensor.requires_grad),
         output_bytes=sum(walk.bytes_of(tensor) for tensor in placed.outputs),
         tp_bytes=comm.total_bytes,
+        tp_forward_calls=len(comm.forward),
+        tp_backward_calls=len(comm.backward),
         partial_grad_elements=sum(_numel(placed.params[name]) for name in placed.partial_grad_params),
         seconds_by_source=by_source,
         unknown_ops=tuple(sorted({price.target for price in prices if not price.known})),

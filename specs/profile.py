@@ -89,6 +89,17 @@ class ContextFactor(Spec):
     provenance: str = "measured"
 
 
+class RankSkew(Spec):
+    """How far the slowest of all ranks falls behind their mean when they do equal work for about ``horizon_s`` seconds.
+
+    ``excess`` = mean over windows of (slowest rank / mean of ranks) - 1. What a collective waits for besides the network.
+    """
+
+    horizon_s: float
+    excess: float
+    samples: int
+
+
 class DeviceProfile(Spec):
     """All that was measured on one kind of device."""
 
@@ -99,6 +110,7 @@ class DeviceProfile(Spec):
     optimizers: tuple[OptimizerRecord, ...] = ()
     overlap: tuple[OverlapRecord, ...] = ()
     context_factors: tuple[ContextFactor, ...] = ()
+    rank_skew: tuple[RankSkew, ...] = ()
     launch_s: float | None = Field(default=None, description="host time to launch one op")
     baseline_bytes: float | None = Field(default=None, description="memory of a worker before the model is built")
     probe_s: Timing | None = Field(default=None, description="the fixed probe, run again beside every execution to see drift")

@@ -117,7 +117,7 @@ def test_error_as_json_is_one_document(files: list[str]) -> None:
 def test_plan_with_a_given_strategy(tmp_path: Path, files: list[str]) -> None:
     target = tmp_path / "plan.json"
     answer = as_json("plan", *files, "--strategy", "dp=2 micro_batch=4", "-o", str(target))
-    assert answer["status"] == "feasible"
+    assert answer["status"] == "optimal"
     assert Plan.load(target).content_hash() == Plan.parse(answer["plan"]).content_hash()
     assert {"status", "plan", "prediction", "search", "alternatives", "rejected", "assumptions"} <= set(answer)
 
@@ -127,6 +127,7 @@ def test_infeasible_is_exit_code_3_with_its_answer(tmp_path: Path, files: list[s
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({**CLUSTER, "device_types": [small]}))
     answer = as_json("plan", *files, "--strategy", "dp=2 micro_batch=4", code=3)
     assert answer["plan"] is None
+    assert answer["limits"][0]["limit"] == "memory"
     assert answer["limits"][0]["needed"] > answer["limits"][0]["available"]
     text = meshwright("plan", *files, "--strategy", "dp=2 micro_batch=4", code=3).stdout
     assert "Infeasible" in text

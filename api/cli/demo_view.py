@@ -74,8 +74,10 @@ class DemoView:
             show_waterfall(console, {"predicted": chosen.prediction.waterfall, "measured": chosen.measurement.waterfall})
         if result.scores is not None:
             scores = result.scores
+            corrected = scores.step_median_error_without_drift
             parts = [
                 f"step error median {scores.step_median_error:.1%}, worst {scores.step_worst_error:.1%}",
+                *([] if corrected is None else [f"median {corrected:.1%} without the machine's drift since the profile"]),
                 f"peak memory error median {scores.memory_median_error:.1%}",
             ]
             if scores.kendall_tau is not None:

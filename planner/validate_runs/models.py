@@ -56,7 +56,8 @@ def model_of(run: PublishedRun, *, vocab_multiple: int = 1) -> Model:
 
 
 def _settings(run: PublishedRun, family: str, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
-    assert run.hidden is not None and run.heads is not None and run.layers is not None and run.seq_len is not None
+    if run.hidden is None or run.heads is None or run.layers is None or run.seq_len is None:
+        raise ValueError("an expressible run has hidden, heads, layers and seq_len")
     llama, experts = family in LLAMA_LIKE, run.moe_experts or 0
     gated = run.gated_mlp if run.gated_mlp is not None else llama or bool(experts)
     vocab = run.vocab

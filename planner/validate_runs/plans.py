@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from planner.validate_runs.frameworks import Framework
 from planner.validate_runs.runs import PublishedRun, SkippedRun
@@ -51,7 +52,8 @@ ZERO_STAGES = {
 def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Sizes:
     """Degrees and batches of a row; raises :class:`SkippedRun` where they cannot be expressed or do not fit together."""
     _expressible(run)
-    assert run.num_gpus is not None and run.seq_len is not None
+    if run.num_gpus is None or run.seq_len is None:
+        raise ValueError("an expressible run has num_gpus and seq_len")
     if run.global_batch is None:
         raise SkippedRun("batch_not_given", "the row does not give global_batch")
     if run.tp is None and run.pp is None and run.num_gpus > 1 and not run.zero_stage:
@@ -130,7 +132,8 @@ def _chunks(run: PublishedRun, pp: int, assumed: list[str]) -> int:
 
 def _default_micro_batch(run: PublishedRun, dp: int, pp: int, assumed: list[str]) -> int:
     """The largest power of two that keeps a pass at the default tokens and the pipeline filled."""
-    assert run.seq_len is not None and run.global_batch is not None
+    if run.seq_len is None or run.global_batch is None:
+        raise ValueError("an expressible run has seq_len and global_batch")
     per_rank = max(1, run.global_batch // dp)
     most = max(1, DEFAULT_TOKENS_PER_PASS // run.seq_len)
     if pp > 1:
@@ -186,7 +189,7 @@ def _from_cuts(bounds: list[int], layers: int) -> list[int] | None:
     extra = bounds[-1] - layers
     before = extra // 2
     units = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in pairwise(bounds):
         inside = min(high, before + layers) - max(low, before)
         units.append(max(0, inside))
     units[0] += 1
@@ -213,6 +216,7 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
     counts, first = split_units(run, num_stages), 0
     total = sum(counts)
     per_rank = sizes.dp * sizes.tp
+    mode, _, every = recompute.partition("/")
     stages = []
     for number, count in enumerate(counts):
         rank = number % sizes.pp
@@ -221,7 +225,7 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
                 devices=tuple(range(rank * per_rank, (rank + 1) * per_rank)), first_unit=first, num_units=count,
                 mesh=Mesh(dp=sizes.dp, tp=sizes.tp), zero=sizes.zero if sizes.dp > 1 else 0, shard_group=sizes.shard_group,
                 sequence_parallel=sequence_parallel(run, sizes.tp, framework),
-                recompute=recompute_runs(recompute.partition("/")[0], first, count, total, every=int(recompute.partition("/")[2] or 1)),
+                recompute=recompute_runs(mode, first, count, total, every=int(every or 1)),
             )
         )  # fmt: skip
         first += count

@@ -22,6 +22,7 @@ from specs.profile import (
     OpRecord,
     OptimizerRecord,
     OverlapRecord,
+    RankSkew,
     Timing,
 )
 from specs.training import TrainingSpec
@@ -37,6 +38,19 @@ def merged(ranks: Sequence[Sequence[float]]) -> Timing:
 def middle(ranks: Sequence[Sequence[float]]) -> float:
     """Median over ranks and samples."""
     return statistics.median(seconds for rank in ranks for seconds in rank)
+
+
+def rank_skew(ranks: Sequence[Sequence[float]], windows: Sequence[int]) -> tuple[RankSkew, ...]:
+    """Excess of the slowest rank over windows of consecutive rounds of equal work; ``ranks``: seconds per rank and round."""
+    found = []
+    for window in windows:
+        starts = range(0, len(ranks[0]) - window + 1, window)
+        sums = [[sum(rank[start : start + window]) for rank in ranks] for start in starts]
+        means = [sum(row) / len(row) for row in sums]
+        mean = sum(means) / len(means)
+        slowest = sum(max(row) for row in sums) / len(sums)
+        found.append(RankSkew(horizon_s=mean, excess=max(0.0, slowest / mean - 1), samples=len(sums)))
+    return tuple(found)
 
 
 def drift(probes: Sequence[Sequence[Sequence[float]]]) -> list[float]:
@@ -153,8 +167,9 @@ def context_factors(
     for (block, micro_batch), (forward, backward) in whole.items():
         isolated = _isolated(graph, workload, block, micro_batch, table)
         if isolated is not None:
-            backward_ratio = statistics.median(backward) / isolated[1] if isolated[1] > 0 else 1.0
-            ratios.setdefault(block, []).append((statistics.median(forward) / isolated[0], backward_ratio))
+            # a step is a sum of units, so what counts is a unit's mean, slow moments included
+            backward_ratio = statistics.fmean(backward) / isolated[1] if isolated[1] > 0 else 1.0
+            ratios.setdefault(block, []).append((statistics.fmean(forward) / isolated[0], backward_ratio))
     factors = tuple(
         ContextFactor(
             block=block,

@@ -53,6 +53,13 @@ def measure_probe(worker: Worker, repeats: int) -> list[float]:
     return seconds
 
 
+def measure_skew(worker: Worker, repeats: int) -> list[float]:
+    """The probe on all ranks at once, again and again: how unevenly equal work proceeds."""
+    run_probe()
+    worker.meet()
+    return [run_probe() for _ in range(repeats)]
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What one device reaches while all others do the same: FLOP/s by dtype, bytes/s of its memory, its memory's bytes, and

@@ -32,7 +32,8 @@ QUICK_BUDGET_S, FULL_BUDGET_S = 42.0, 240.0
 # Shares of the time that is left once the workers stand. Whole blocks are run before and after their ops, so that a machine
 # that changes its speed meanwhile does not turn up as a context factor.
 SHARES = {"blocks before": 0.09, "operators": 0.54, "blocks after": 0.09, "collectives": 0.18, "optimizer": 0.10}
-FIXED_S = 6.0  # probe, copies, launch, overlap
+SKEW_REPEATS, SKEW_WINDOWS = 24, (1, 8)
+FIXED_S = 9.0  # probe, copies, launch, overlap
 PROBE_REPEATS = 5
 OPERAND_FRACTION = 0.25  # of a device's memory
 
@@ -134,6 +135,7 @@ class _Session:
         self.budgets = {name: share * left_s for name, share in SHARES.items()}
         launches = pool.call("launch")
         copies = pool.call("copies", copy_sizes())
+        skews = pool.call("skew", SKEW_REPEATS)
         blocks_before = pool.call("blocks", self._blocks_job(self.budgets["blocks before"]), self._watch("blocks before"))
         operators = pool.call("operators", self._operators_job(self.budgets["operators"]), self._watch("operators"))
         probes.append(pool.call("probe", PROBE_REPEATS))
@@ -153,7 +155,8 @@ class _Session:
             device=self.device.name, fingerprint={**fingerprint, "autograd_call_s": operators[0][1]}, ops=tuple(ops),
             copies=assemble.copy_records(copy_sizes(), copies), optimizers=(assemble.optimizer_record(optimizer_job, optimizer),),
             overlap=assemble.overlap_records(overlaps), context_factors=factors, launch_s=assemble.middle(launches),
-            baseline_bytes=max(baselines), probe_s=assemble.merged([rank for probe in probes for rank in probe]),
+            baseline_bytes=max(baselines), rank_skew=assemble.rank_skew(skews, SKEW_WINDOWS),
+            probe_s=assemble.merged([rank for probe in probes for rank in probe]),
         )  # fmt: skip
         self._tell("done", left_s=0.0)
         return Profile(
@@ -176,7 +179,8 @@ class _Session:
         return OperatorsJob(tuple(self.calls), blocks, self.workload.precision.compute_dtype, budget_s, self.limit_bytes)
 
     def _blocks_job(self, budget_s: float) -> BlocksJob:
-        batches = tuple(sorted({self.degrees.micro_batches[0], self.degrees.micro_batches[-1]}))
+        sizes = self.degrees.micro_batches
+        batches = tuple(sorted({sizes[0], sizes[len(sizes) // 2]}))
         dtype = self.workload.precision.compute_dtype
         return BlocksJob(
             self.graph, batches, sequence_lengths(self.workload)[-1], dtype, budget_s, self.limit_bytes, self.allow_factory

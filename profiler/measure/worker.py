@@ -76,6 +76,7 @@ def _tasks() -> dict[str, Callable[[Worker, Any], Any]]:
     return {
         "baseline": basics.measure_baseline,
         "probe": basics.measure_probe,
+        "skew": basics.measure_skew,
         "rates": basics.measure_rates,
         "launch": basics.measure_launch,
         "copies": basics.measure_copies,
