@@ -37,7 +37,7 @@ def first_stage_ends_s(
         after = reduce_s + partial
     else:
         last = reduce_s[0]
-        exposed = overlap_s(prices.rules, backward_s, reduce_s - last) - backward_s
+        exposed = overlap_s(prices.rules.at_tier(site.dp_shape.tier), backward_s, reduce_s - last) - backward_s
         after = np.maximum(last + exposed, partial)
     ends = float(terms.wait_s[first]) + after + optimizer
     return np.concatenate([ends[:1], ends])

@@ -66,7 +66,7 @@ def pipeline_terms(
     prices: Prices, site: Site, device: tuple[str, float], units: UnitPrices, *, zero: int, passes: Any
 ) -> PipelineTerms:
     """Terms of a stage of a pipeline; ``passes`` = micro-batches, a number or an array over the leading axes."""
-    rules, shards = prices.rules, prices.shards(*device, site)
+    rules, shards = prices.rules.at_tier(site.dp_shape.tier), prices.shards(*device, site)
     sharded = zero > 0 and site.shard_shape.size > 1
     add = accumulation_s(shards, passes, zero=zero, sharded=sharded)
     backward = units.backward_s + add
@@ -74,7 +74,7 @@ def pipeline_terms(
     if not sharded:
         reduce = shards.all_reduce_s if zero == 0 else shards.all_reduce_s * 0.0
         return PipelineTerms(units.forward_s, backward, add, none, none, reduce, ((reduce + none, 0.0),))
-    first, wait = _first_forward(prices, shards, units.forward_s)
+    first, wait = _first_forward(prices, rules, shards, units.forward_s)
     if rules.reduce_inline:  # on the compute queue, but a stage's last reduction comes after its gradient has been sent on
         both = units.forward_s + backward + shards.reduce_s if zero >= 2 else None
         tails = ((shards.reduce_s + none, 0.0),)
@@ -93,10 +93,10 @@ def pipeline_terms(
     return PipelineTerms(units.forward_s, backward, add, first, wait, shards.reduce_s, pieces, both)
 
 
-def _first_forward(prices: Prices, shards: ShardPrices, forward_s: Floats) -> tuple[Floats, Floats]:
+def _first_forward(prices: Prices, rules: RuntimeRules, shards: ShardPrices, forward_s: Floats) -> tuple[Floats, Floats]:
     """(more in the first forward per kind, wait for a stage's first unit): a stage waits for its first unit's weights, then gathers
     the others beside compute. Of the two linear pieces of ``overlap_s`` the one that is larger over the whole model counts."""
-    rules, gather = prices.rules, shards.gather_s
+    gather = shards.gather_s
     none = np.zeros_like(forward_s)
     if rules.gather_inline:
         return none + shards.unpack_s + gather, none
@@ -118,7 +118,7 @@ def single_stage_s(
     bucket_bytes: float | None = None,
 ) -> Any:
     """Least step time without a pipeline, from the terms of all units. ``passes``: number or array over the leading axes."""
-    rules, shards, counts = prices.rules, prices.shards(*device, site), prices.counts
+    rules, shards, counts = prices.rules.at_tier(site.dp_shape.tier), prices.shards(*device, site), prices.counts
     m = np.asarray(passes, dtype=float)
     sharded = zero > 0 and site.shard_shape.size > 1
     forward, first = units.forward_s @ counts, units.backward_s @ counts
@@ -136,7 +136,7 @@ def single_stage_s(
     if not sharded:
         return before_last + last + after + optimizer
     if zero == 3:
-        return _fully_sharded_s(prices, shards, forward, first, m, after) + optimizer
+        return _fully_sharded_s(prices, rules, shards, forward, first, m, after) + optimizer
     gather, first_gather = shards.gather_s @ counts, shards.gather_s[prices.first_kind]
     reduce, last_reduce = shards.reduce_s @ counts, shards.reduce_s[prices.first_kind]
     front = forward + shards.unpack_s @ counts
@@ -152,9 +152,11 @@ def single_stage_s(
     return front + np.maximum(overlap_s(rules, rest, m * reduce - last_reduce) + last_reduce, rest + after) + optimizer
 
 
-def _fully_sharded_s(prices: Prices, shards: ShardPrices, forward: Any, backward: Any, m: Any, after: Any) -> Any:
+def _fully_sharded_s(
+    prices: Prices, rules: RuntimeRules, shards: ShardPrices, forward: Any, backward: Any, m: Any, after: Any
+) -> Any:
     """zero 3: weights gathered for each forward and each backward (the last unit's are still there), reduced in every pass."""
-    rules, counts = prices.rules, prices.counts
+    counts = prices.counts
     twice = 2 * counts
     twice[prices.last_kind] -= 1
     compute, comm = m * (forward + backward + shards.unpack_s @ twice), 0.0 * m

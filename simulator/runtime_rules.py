@@ -7,7 +7,7 @@ without prefetch, run on the calling thread; a prefetched gather (zero 3) runs b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simulator.memory import MemoryRules
 from specs.cluster import ClusterSpec
@@ -36,6 +36,11 @@ class RuntimeRules:
         if tier == "inter" and self.source == "published":
             return INTER_NODE_SLOWDOWN, INTER_NODE_SLOWDOWN
         return self.compute_slowdown, self.comm_slowdown
+
+    def at_tier(self, tier: str) -> RuntimeRules:
+        """The same rules with the interference of collectives on ``tier`` (intra | inter)."""
+        compute, comm = self.slowdowns(tier)
+        return replace(self, compute_slowdown=compute, comm_slowdown=comm)
 
 
 INTER_NODE_SLOWDOWN = 1.03

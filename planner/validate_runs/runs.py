@@ -166,8 +166,10 @@ class _Cells:
 
 _TEXT = ("id", "source", "source_ref", "notes", "model", "family", "gpu", "intra_link", "precision", "zero_stage", "recompute",
          "offload", "schedule")  # fmt: skip
-_COUNTS = ("year", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len",
-           "moe_experts", "moe_topk", "gpus_per_node", "num_gpus", "global_batch", "micro_batch", "tp", "pp", "vpp", "cp", "ep", "dp", "shard_group")  # fmt: skip
+_COUNTS = (
+    "year", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len", "moe_experts", "moe_topk", "gpus_per_node",
+    "num_gpus", "global_batch", "micro_batch", "tp", "pp", "vpp", "cp", "ep", "dp", "shard_group",
+)  # fmt: skip
 _NUMBERS = ("params_b", "inter_link_gbps_per_gpu")
 _FLAGS = ("gated_mlp", "sequence_parallel", "flash_attention", "compile")
 

@@ -1,8 +1,8 @@
 """How far predictions are from what was measured: over all rows, by source and by device.
 
-Errors are relative: predicted over measured minus one. ``bias`` is their median, ``median_ape``, ``p90_ape`` and ``mape`` are median,
-90th percentile and mean of their magnitudes. Rows count by the quantities that their source printed. A source without a step time but
-with a throughput is judged by that.
+Errors are relative: predicted over measured minus one. ``bias`` is their median, ``median_ape``, ``p90_ape`` and ``mape`` are
+median, 90th percentile and mean of their magnitudes. Rows count by the quantities that their source printed. A source without a
+step time but with a throughput is judged by that.
 """
 
 from __future__ import annotations
