@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,14 @@ from specs.units import format_bytes, format_seconds
 TRIES_PER_CHOICE = 4
 
 
-def explain(candidates: Candidates, chosen: Confirmed, others: Sequence[Alternative], fixed: Mapping[str, Any]) -> list[str]:
-    """One line a choice, after one on the plan itself."""
+def explain(
+    candidates: Candidates,
+    chosen: Confirmed,
+    others: Sequence[Alternative],
+    fixed: Mapping[str, Any],
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """One line a choice, after one on the plan itself. Choices not reached in time are left out."""
     prediction, strategy = chosen.prediction, chosen.strategy
     devices = f"{chosen.pool.size} devices ({chosen.pool.label})"
     lines = [
@@ -29,12 +35,16 @@ def explain(candidates: Candidates, chosen: Confirmed, others: Sequence[Alternat
         f"peak {format_bytes(prediction.memory.peak_bytes)} of {format_bytes(prediction.memory.capacity_bytes)}"
     ]
     for choice in _choices(candidates, chosen):
+        if out_of_time():
+            break
         if choice.name in fixed:
             lines.append(f"{choice.name}={choice.value}: given, not searched")
         elif choice.mask.any():
             lines.append(f"{choice.name}={choice.value}: {_nearest(candidates, chosen, choice)}")
     if strategy.split is not None and len(set(strategy.split)) > 1:
         lines.append(f"split {','.join(map(str, strategy.split))}: units balanced by time within each stage's memory")
+    if "memory_above_95_percent" in prediction.flags:
+        lines.append("memory above 95 % of the device: it fits, but the allocator may have to free and retry, which costs time")
     if others:
         lines.append(f"best plan of another kind: {others[0].strategy}, {others[0].why_not}")
     return lines

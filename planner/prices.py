@@ -17,8 +17,8 @@ from planner.sites import Site
 from simulator.cost_model import CostModel
 from simulator.network import GroupShape
 from simulator.runtime_rules import memory_rules_for, rules_for
-from simulator.unit_cost import RecomputeChoice
-from specs.graph import ModelGraph
+from simulator.unit_cost import RecomputeChoice, UnitCost
+from specs.graph import DTYPE_BYTES, ModelGraph
 from specs.plan import RecomputeMode
 
 Floats = NDArray[np.float64]
@@ -50,12 +50,14 @@ class UnitPrices:
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Per kind, on one tensor-parallel rank: parameters, trainable ones, bytes of gathered weights and of full gradients."""
+    """Per kind, on one tensor-parallel rank: parameters, trainable ones, bytes of gathered weights, of full gradients, and of
+    gradients as they are sent."""
 
     params: Floats
     trainable: Floats
     weight_bytes: Floats
     grad_bytes: Floats
+    reduce_bytes: Floats
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,8 @@ class Prices:
                 for block, is_layer in self.kinds
             ]  # fmt: skip
             self._units[key] = UnitPrices(
-                forward_s=np.array([slowdown * cost.forward_s + cost.tp_forward_s for cost in costs]),
-                backward_s=np.array(
-                    [slowdown * (cost.backward_s + cost.recompute_s) + cost.tp_backward_s + cost.tp_recompute_s for cost in costs]
-                ),
+                forward_s=np.array([self._forward_s(cost, device, slowdown, tp_shape.size) for cost in costs]),
+                backward_s=np.array([self._backward_s(cost, device, slowdown, tp_shape.size) for cost in costs]),
                 saved_bytes=np.array([cost.saved_bytes for cost in costs]),
                 forward_peak_bytes=np.array([cost.forward_peak_bytes for cost in costs]),
                 backward_peak_bytes=np.array([cost.backward_peak_bytes for cost in costs]),
@@ -139,6 +139,16 @@ class Prices:
                 partial_grad_elements=np.array([cost.partial_grad_elements for cost in costs]),
             )
         return self._units[key]
+
+    def _forward_s(self, cost: UnitCost, device: str, slowdown: float, tp: int) -> float:
+        """Compute, tensor-parallel collectives, and waiting for the slowest tp rank at them."""
+        wait_s = self.model.skew_wait_s(device, slowdown * cost.forward_s, tp, cost.tp_forward_calls)
+        return slowdown * cost.forward_s + cost.tp_forward_s + wait_s
+
+    def _backward_s(self, cost: UnitCost, device: str, slowdown: float, tp: int) -> float:
+        """The same of backward, recompute included."""
+        wait_s = self.model.skew_wait_s(device, slowdown * cost.backward_s, tp, cost.tp_backward_calls)
+        return slowdown * (cost.backward_s + cost.recompute_s) + cost.tp_backward_s + cost.tp_recompute_s + wait_s
 
     def slowest(self, site: Site, sequence_parallel: bool, batch: int, recompute: RecomputeChoice) -> tuple[str, UnitPrices]:
         """The device type of ``site`` that takes longest over the whole model, and its prices."""
@@ -155,7 +165,8 @@ class Prices:
             total = np.array([float(item.total) for item in params])
             trainable = np.array([float(item.trainable) for item in params])
             weight, grad, _ = self.model.state_bytes_per_param
-            self._sizes[tp] = UnitSizes(total, trainable, total * weight, trainable * grad)
+            sent = DTYPE_BYTES[self.model.precision.reduce_dtype]
+            self._sizes[tp] = UnitSizes(total, trainable, total * weight, trainable * grad, trainable * sent)
         return self._sizes[tp]
 
     def shards(self, device: str, slowdown: float, site: Site) -> ShardPrices:
@@ -171,13 +182,16 @@ class Prices:
             def collective(op: str, shape: GroupShape) -> Callable[[float], float]:
                 return lambda size: model.network.collective(op, size, shape).seconds
 
+            def fresh_copy(size: float) -> float:
+                return model.copy_s(device, size, fresh=True)
+
             self._shards[key] = ShardPrices(
                 gather_s=each(collective("all_gather", site.shard_shape), sizes.weight_bytes),
-                reduce_s=each(collective("reduce_scatter", site.shard_shape), sizes.grad_bytes)
-                + each(collective("all_reduce", site.replica_shape), sizes.grad_bytes / degree)
-                + self.rules.reduce_copies * each(lambda size: model.copy_s(device, size), sizes.grad_bytes),
-                all_reduce_s=each(collective("all_reduce", site.dp_shape), sizes.grad_bytes),
-                unpack_s=self.rules.gather_copies * each(lambda size: model.copy_s(device, size), sizes.weight_bytes),
+                reduce_s=each(collective("reduce_scatter", site.shard_shape), sizes.reduce_bytes)
+                + each(collective("all_reduce", site.replica_shape), sizes.reduce_bytes / degree)
+                + self.rules.reduce_copies * each(fresh_copy, sizes.reduce_bytes),
+                all_reduce_s=each(collective("all_reduce", site.dp_shape), sizes.reduce_bytes),
+                unpack_s=self.rules.gather_copies * each(fresh_copy, sizes.weight_bytes),
                 bucket_copy_s=self.rules.bucket_copies * each(lambda size: model.copy_s(device, size), sizes.grad_bytes),
                 add_s=slowdown * each(lambda elements: model.grad_add_s(device, elements), sizes.trainable),
             )

@@ -196,7 +196,7 @@ class _Search:
         gap = self.best_value / bound_value - 1 if bound_value > 0 else None
         best_bound_s = self.best.step_time_s / (1 + gap) if gap is not None else 0.0
         others = [] if self._out_of_time() else alternatives(self.candidates, self.best, self.options.top, self._out_of_time)
-        lines = [] if self._out_of_time() else explain(self.candidates, self.best, others, self.fixed)
+        lines = [] if self._out_of_time() else explain(self.candidates, self.best, others, self.fixed, self._out_of_time)
         self._tell("done", f"{self.best.step_time_s:.4f} s", strategy=self.best.plan.strategy, best_bound_s=best_bound_s, gap=gap)
         return PlanAnswer(
             status="optimal" if exhausted else "feasible", plan=self.best.plan, prediction=self.best.prediction,

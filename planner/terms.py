@@ -176,7 +176,7 @@ def _fully_sharded_s(
 
 def ddp_buckets_s(prices: Prices, site: Site, bucket_bytes: float) -> tuple[float, float]:
     """(all, the last) all-reduce of DDP's buckets, which fill in backward order and close when full."""
-    grads = prices.sizes(site.tp_shape.size).grad_bytes[prices.kind_of_unit]
+    grads = prices.sizes(site.tp_shape.size).reduce_bytes[prices.kind_of_unit]
     times, pending = [0.0], 0.0
     for index in reversed(range(len(grads))):
         pending += float(grads[index])

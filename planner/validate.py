@@ -77,7 +77,7 @@ class _Validator:
         self._device_use()
         for index, pipeline in enumerate(self.plan.pipelines):
             self._pipeline(pipeline, ("plan", "pipelines", index))
-        return self.found
+        return _each_once(self.found)
 
     def _add(self, code: str, message: str, loc: Loc, **fields: object) -> None:
         self.found.append(Violation(code=code, message=message, loc=loc, **fields))  # type: ignore[arg-type]
@@ -254,6 +254,14 @@ class _Validator:
                 "tp_inside_node", f"tp group of devices {_some(crossing[0])} crosses nodes", (*loc, "devices"), actual=mesh.tp,
                 allowed=allowed, nearest=nearest_number(mesh.tp, allowed),
             )  # fmt: skip
+
+
+def _each_once(violations: Sequence[Violation]) -> list[Violation]:
+    """The same rule broken alike on many stages is one violation, at the first of them."""
+    first: dict[tuple[str, str], Violation] = {}
+    for violation in violations:
+        first.setdefault((violation.code, violation.message), violation)
+    return list(first.values())
 
 
 def _some(values: Sequence[int], most: int = 8) -> str:
