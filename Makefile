@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test check clean schema
+.PHONY: install demo test check clean schema accuracy
 
 install: $(VENV)/.installed
 
@@ -24,6 +24,10 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# RUNS: a table of published runs (see docs/accuracy.md); VTRAIN: vTrain's ground_truth_multi.csv
+accuracy: install
+	$(BIN)/python -m benchmarks.accuracy $(RUNS) $(if $(VTRAIN),--vtrain $(VTRAIN)) -o docs/accuracy.md
 
 schema: install
 	$(BIN)/python -m specs.make_schema

@@ -12,6 +12,7 @@ from profiler.interpolate import curve
 from profiler.opset import Kernels
 from profiler.placement import place_block
 from simulator.efficiency import optimizer_time_s
+from simulator.exchange import WHOLE, Split, expert_params, with_local_experts
 from simulator.network import GroupShape, Network
 from simulator.pricing import OpPricer
 from simulator.software import NATIVE, Software
@@ -24,12 +25,14 @@ from specs.training import TrainingSpec
 
 @dataclass(frozen=True, slots=True)
 class UnitParams:
-    """Parameters of one unit on one tensor-parallel rank. ``largest``: elements of its largest tensor."""
+    """Parameters of one unit on one tensor-parallel rank. ``expert``: the trainable ones of its own experts, which its
+    expert-parallel neighbours do not hold."""
 
     trainable: float
     frozen: float
     num_tensors: int
     tied_alias: float = 0.0
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
@@ -57,7 +60,7 @@ class CostModel:
         self._blocks: dict[str, Block] = {block.name: block for block in graph.blocks}
         self._pricers: dict[str, OpPricer] = {}
         self._units: dict[tuple[object, ...], UnitCost] = {}
-        self._params: dict[tuple[str, int], UnitParams] = {}
+        self._params: dict[tuple[str, int, int], UnitParams] = {}
 
     @property
     def num_units(self) -> int:
@@ -89,31 +92,34 @@ class CostModel:
         sequence_parallel: bool,
         batch: int,
         recompute: RecomputeChoice = RecomputeChoice(),  # noqa: B008  (frozen)
+        split: Split = WHOLE,
     ) -> UnitCost:
         """Cost of one instance of ``block`` at micro-batch ``batch`` on one rank of a tp group of that shape."""
-        key = (block, device, tp_shape, sequence_parallel and tp_shape.size > 1, batch, recompute)
+        key = (block, device, tp_shape, sequence_parallel and tp_shape.size > 1, batch, recompute, split)
         if key not in self._units:
             placed = place_block(self._blocks[block], tp_shape.size, sequence_parallel)
             self._units[key] = unit_cost(
                 placed, self.pricer(device), self.network, tp_shape, batch=batch, seq=self.seq, recompute=recompute,
-                matmul_dtype=self.precision.matmul_dtype,
+                matmul_dtype=self.precision.matmul_dtype, split=split,
             )  # fmt: skip
         return self._units[key]
 
-    def params(self, block: str, tp: int) -> UnitParams:
-        """Parameters of one instance of ``block`` on one of ``tp`` ranks."""
-        if (block, tp) not in self._params:
-            placed = place_block(self._blocks[block], tp, False)
+    def params(self, block: str, tp: int, ep: int = 1) -> UnitParams:
+        """Parameters of one instance of ``block`` on one of ``tp`` ranks that holds 1/``ep`` of its experts."""
+        if (block, tp, ep) not in self._params:
+            placed = with_local_experts(place_block(self._blocks[block], tp, False), ep)
+            experts = expert_params(placed) if ep > 1 else set()
             specs = {param.name: param for param in self._blocks[block].params if not param.buffer}
             sizes = {name: _elements(placed.params[name].shape) for name in specs}
             aliases = {alias for alias, _ in self.graph.tied}
-            self._params[block, tp] = UnitParams(
+            self._params[block, tp, ep] = UnitParams(
                 trainable=sum(sizes[name] for name, param in specs.items() if param.trainable),
                 frozen=sum(sizes[name] for name, param in specs.items() if not param.trainable),
                 num_tensors=len(specs),
                 tied_alias=sum(sizes[name] for name, param in specs.items() if param.fqn in aliases),
+                expert=sum(sizes[name] for name, param in specs.items() if name in experts and param.trainable),
             )
-        return self._params[block, tp]
+        return self._params[block, tp, ep]
 
     @cached_property
     def state_bytes_per_param(self) -> tuple[float, float, float]:

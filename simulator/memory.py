@@ -35,11 +35,16 @@ class MemoryRules:
     ``grads_live_in_buckets``: DDP's buckets are there from the start and hold the gradients; those accumulated before the
     synchronising micro-batch are apart. ``flat_copies``: flat buffers of a unit's size, while its weights are gathered or its
     gradients reduced, besides source and result. ``keeps_stage_outputs``: a stage's outputs live until its backward.
+    ``extra_grad_bytes``: per local parameter, a second copy of its gradient. ``extra_state_bytes``: per parameter whose states the
+    rank keeps. ``buffer_bytes``: communication buffers that are there from the start.
     """
 
     grads_live_in_buckets: bool = True
     flat_copies: float = 1.0
     keeps_stage_outputs: bool = True
+    extra_grad_bytes: float = 0.0
+    extra_state_bytes: float = 0.0
+    buffer_bytes: float = 0.0
 
 
 class RankMemory:
@@ -77,12 +82,13 @@ class RankMemory:
     def _static_terms(self) -> dict[str, float]:
         terms = {"params": 0.0, "optimizer": 0.0, "grads": 0.0}
         for cost in self.stages.values():
-            share = 1.0 / cost.shard_degree
+            share = cost.state_share
             if cost.stage.zero == 0:
                 terms["params"] += cost.num_params * cost.weight_bytes
             elif not cost.has_master or cost.stage.zero == 3:
                 terms["params"] += cost.num_params * cost.weight_bytes * share
-            terms["optimizer"] += cost.num_trainable * cost.state_bytes * share
+            terms["optimizer"] += cost.num_trainable * (cost.state_bytes + self.rules.extra_state_bytes) * share
+            terms["grads"] += cost.num_trainable * self.rules.extra_grad_bytes
             if self._is_ddp(cost):
                 terms["grads"] += cost.num_trainable * cost.grad_bytes
         return terms
@@ -137,7 +143,7 @@ class RankMemory:
     def _kept_grads(self, cost: StageCost, full: float) -> float:
         """Bytes that a unit's gradient adds for the rest of the step at its first backward."""
         if cost.stage.zero >= 2:
-            return full / cost.shard_degree
+            return full * cost.state_share
         if self._is_ddp(cost):
             return full if self._num_passes(cost) > 1 else 0.0
         return full
@@ -146,7 +152,8 @@ class RankMemory:
         return sum(1 for action in self.row if action.kind == "F" and self.stages[action.stage] is cost)
 
     def _note(self, moment: str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> None:
-        terms = {**self._static, "gathered": gathered, "workspace": workspace, "comm_buffers": comm_buffers}
+        buffers = comm_buffers + self.rules.buffer_bytes
+        terms = {**self._static, "gathered": gathered, "workspace": workspace, "comm_buffers": buffers}
         terms["grads"] += self.grads
         terms["activations"] = self.saved + self.outputs
         total = sum(terms.values())

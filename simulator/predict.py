@@ -82,7 +82,7 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
 
 def _rank_prediction(model: CostModel, plan: Plan, rank: RankStep) -> RankPrediction:
     first = next(iter(rank.stages.values()))
-    rules: MemoryRules = memory_rules_for(model.cluster)
+    rules: MemoryRules = memory_rules_for(model.cluster, model.software)
     num_stages = len(plan.pipelines[rank.pipeline].stages)
     peak = RankMemory(rank.stages, rank.row, num_stages=num_stages, options=plan.collectives, rules=rules).run()
     return RankPrediction(

@@ -6,10 +6,10 @@ measurements -> efficiency model from the device's specs. The answer says which.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from profiler.interpolate import OpTable
-from profiler.opset import DEFAULT_KERNELS, Call, Kernel, Kernels, OpClass, OpRule, describe
+from profiler.opset import DEFAULT_KERNELS, Call, Kernel, Kernels, OpClass, OpRule, Tensor, describe
 from profiler.placed import LocalOp, numeric_tensor
 from profiler.shapes import record_key
 from simulator.efficiency import defaults, kernel_time_s
@@ -45,6 +45,11 @@ PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 FREE = OpPrice(0.0, 0.0, (), (), 0.0, 0.0, 0.0, Provenance.MEASURED, "view")
 
 
+def _lengthened(tensor: Tensor, factor: int) -> Tensor:
+    """A key or value (batch, heads, length, head size) of a longer sequence."""
+    return replace(tensor, shape=(*tensor.shape[:2], tensor.shape[2] * factor, *tensor.shape[3:]))
+
+
 class OpPricer:
     """Prices ops of one device type, optionally with its measured profile."""
 
@@ -65,15 +70,18 @@ class OpPricer:
         self.launch_s = launch if launch is not None else (0.0 if device.kind == "cpu_process" else float(defaults()["launch_s"]))
         self.context = {item.block: item for item in profile.context_factors} if profile is not None else {}
 
-    def price(self, op: LocalOp, batch: int, seq: int, block: str = "", *, matmul_dtype: str | None = None) -> OpPrice:
+    def price(self, op: LocalOp, batch: int, seq: int, block: str = "", *, matmul_dtype: str | None = None, cp: int = 1) -> OpPrice:
         """Price ``op`` at micro-batch ``batch`` and sequence ``seq``; ``block`` selects the context factor of measured ops.
 
-        ``matmul_dtype``: products run in it instead of the compute dtype.
+        ``matmul_dtype``: products run in it instead of the compute dtype. ``cp``: attention sees that many times the keys and
+        values that the rank itself holds.
         """
         if op.op_class == OpClass.VIEW:
             return FREE
         inputs = tuple(numeric_tensor(tensor, batch, seq, self.compute_dtype) for tensor in op.inputs)
         outputs = tuple(numeric_tensor(tensor, batch, seq, self.compute_dtype) for tensor in op.outputs)
+        if cp > 1 and op.op_class == OpClass.ATTENTION:
+            inputs = (inputs[0], *(_lengthened(tensor, cp) for tensor in inputs[1:3]), *inputs[3:])
         rule = describe(Call(op.op.target, inputs, outputs, op.op.args, op.op.kwargs, self.kernels))
         found = None
         if self.table is not None and self._is_measured_kernel(op.op_class):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from simulator.memory import MemoryRules
+from simulator.software import NATIVE, Software
 from specs.cluster import ClusterSpec
 from specs.profile import Profile
 
@@ -69,6 +70,9 @@ def rules_for(cluster: ClusterSpec, profile: Profile | None) -> RuntimeRules:
     )  # fmt: skip
 
 
-def memory_rules_for(cluster: ClusterSpec) -> MemoryRules:
+def memory_rules_for(cluster: ClusterSpec, software: Software = NATIVE) -> MemoryRules:
     """What the runtime holds besides the model's tensors on the cluster's backend."""
-    return MemoryRules(grads_live_in_buckets=True, flat_copies=1.0, keeps_stage_outputs=True)
+    return MemoryRules(
+        grads_live_in_buckets=True, flat_copies=1.0, keeps_stage_outputs=True, extra_grad_bytes=software.extra_grad_bytes,
+        extra_state_bytes=software.extra_state_bytes, buffer_bytes=software.buffer_bytes,
+    )  # fmt: skip

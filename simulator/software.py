@@ -37,7 +37,10 @@ class Software:
 
     Communication. ``tp_overlap``: ``backward`` hides tensor-parallel collectives of backward behind weight gradients, ``ring`` also
     pipelines those of forward with the products that need them. ``p2p_blocking``: a pipeline rank waits for its sends and
-    receives. ``p2p_split``: tensor-parallel ranks send one part each and gather it after.
+    receives. ``cp_ring``: keys and values of a split sequence go round beside attention; else they are gathered before.
+    ``p2p_split``: tensor-parallel ranks send one part each and gather it after.
+
+    Memory, see ``simulator.memory.MemoryRules``: ``extra_grad_bytes``, ``extra_state_bytes``, ``buffer_bytes``.
 
     Host. ``step_host_s``: work between steps that nothing hides. ``unit_host_s``: host time per unit and pass beside launches.
     """
@@ -61,6 +64,10 @@ class Software:
     tp_overlap: str = "none"
     p2p_blocking: bool = False
     p2p_split: bool = False
+    cp_ring: bool = True
+    extra_grad_bytes: float = 0.0
+    extra_state_bytes: float = 0.0
+    buffer_bytes: float = 0.0
     step_host_s: float = 0.0
     unit_host_s: float = 0.0
 

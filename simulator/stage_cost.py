@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from simulator.cost_model import CostModel, UnitParams
+from simulator.exchange import WHOLE, Split
 from simulator.network import GroupShape
 from simulator.unit_cost import RecomputeChoice, UnitCost
 from specs.graph import DTYPE_BYTES
@@ -31,11 +32,33 @@ class StageCost:
     state_bytes: float
     has_master: bool
     reduce_bytes: float = 0.0
+    expert_shape: GroupShape | None = None
 
     @property
     def shard_degree(self) -> int:
         """Ranks over which states are sharded (1 with zero 0)."""
         return self.shard_shape.size if self.stage.zero > 0 else 1
+
+    @property
+    def expert_degree(self) -> int:
+        """Ranks over which the states of the rank's experts are sharded: those that hold the same experts."""
+        if self.expert_shape is None or self.stage.zero == 0:
+            return self.shard_degree
+        return max(1, min(self.expert_shape.size, self.shard_degree))
+
+    def share(self, unit: UnitParams) -> float:
+        """Share of a unit's trainable parameters whose states this rank keeps."""
+        if not unit.trainable or not unit.expert:
+            return 1.0 / self.shard_degree
+        dense = (unit.trainable - unit.expert) / self.shard_degree
+        return (dense + unit.expert / self.expert_degree) / unit.trainable
+
+    @cached_property
+    def state_share(self) -> float:
+        """The same over the whole stage."""
+        if not self.num_trainable:
+            return 1.0 / self.shard_degree
+        return sum(item.trainable * self.share(item) for item in self.params) / self.num_trainable
 
     @cached_property
     def num_params(self) -> float:
@@ -55,6 +78,11 @@ class StageCost:
         """Bytes of a unit's full gradients."""
         return self.params[index].trainable * self.grad_bytes
 
+    def unit_reduce_parts(self, index: int) -> tuple[float, float]:
+        """The same: of what all of dp holds, and of the rank's experts."""
+        unit = self.params[index]
+        return (unit.trainable - unit.expert) * self.reduce_bytes, unit.expert * self.reduce_bytes
+
     def unit_reduce_bytes(self, index: int) -> float:
         """Bytes of a unit's full gradients as they are sent."""
         return self.params[index].trainable * self.reduce_bytes
@@ -72,22 +100,38 @@ def axis_ranks(stage: Stage, axis: str) -> tuple[int, ...]:
 
 def shard_ranks(stage: Stage) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(ranks that share one set of shards, ranks that hold replicas of the same shard)."""
-    dp = axis_ranks(stage, "dp")
-    size = stage.shard_group or len(dp)
-    return dp[:size], dp[::size]
+    ranks = gradient_ranks(stage)
+    size = (stage.shard_group or stage.mesh.dp) * stage.mesh.cp
+    return ranks[:size], ranks[::size]
+
+
+def gradient_ranks(stage: Stage) -> tuple[int, ...]:
+    """Ranks that hold the same parameters (experts aside) and sum their gradients: dp and cp together."""
+    return stage.devices[:: stage.mesh.tp]
+
+
+def split_of(model: CostModel, stage: Stage) -> Split:
+    """The stage's context and expert parallelism as a unit's price takes it."""
+    mesh = stage.mesh
+    if mesh.cp == 1 and mesh.ep == 1:
+        return WHOLE
+    cp = model.network.shape(axis_ranks(stage, "cp")) if mesh.cp > 1 else None
+    ep = model.network.shape(gradient_ranks(stage)[: mesh.ep]) if mesh.ep > 1 else None
+    return Split(cp, ep, model.software.cp_ring)
 
 
 def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -> StageCost:
     """Price every unit of ``stage`` at its micro-batch on its slowest device."""
     places = [model.network.places[device] for device in stage.devices]
     tp_shape = model.network.shape(axis_ranks(stage, "tp"))
+    split = split_of(model, stage)
     batch = max(stage.batch_share) if stage.batch_share else pipeline.micro_batch
     priced: dict[str, tuple[float, tuple[UnitCost, ...]]] = {}
     for name in sorted({place.device for place in places}):
         units = tuple(
             model.unit(
                 model.unit_blocks[unit], device=name, tp_shape=tp_shape, sequence_parallel=stage.sequence_parallel, batch=batch,
-                recompute=recompute_choice(stage, unit),
+                recompute=recompute_choice(stage, unit), split=split,
             )
             for unit in range(stage.first_unit, stage.first_unit + stage.num_units)
         )  # fmt: skip
@@ -99,10 +143,11 @@ def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -
     return StageCost(
         stage=stage, device=slowest, slowdown=max(place.slowdown for place in places if place.device == slowest),
         units=priced[slowest][1],
-        params=tuple(model.params(model.unit_blocks[unit], stage.mesh.tp) for unit in unit_range(stage)),
+        params=tuple(model.params(model.unit_blocks[unit], stage.mesh.tp, stage.mesh.ep) for unit in unit_range(stage)),
         tp_shape=tp_shape, shard_shape=model.network.shape(shard), replica_shape=model.network.shape(replica),
-        dp_shape=model.network.shape(axis_ranks(stage, "dp")), weight_bytes=weight, grad_bytes=grad, state_bytes=states,
+        dp_shape=model.network.shape(gradient_ranks(stage)), weight_bytes=weight, grad_bytes=grad, state_bytes=states,
         has_master=model.precision.master_dtype is not None, reduce_bytes=DTYPE_BYTES[model.precision.reduce_dtype],
+        expert_shape=model.network.shape(gradient_ranks(stage)[:: stage.mesh.ep]) if stage.mesh.ep > 1 else None,
     )  # fmt: skip
 
 

@@ -7,13 +7,14 @@ collectives) and one ``link`` per neighbour. The order of work is the contract o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from simulator.cost_model import CostModel
 from simulator.engine import Engine, Task
+from simulator.pass_terms import PassTerms
 from simulator.runtime_rules import RuntimeRules, rules_for
 from simulator.stage_cost import StageCost, pipeline_stages, stage_cost
+from simulator.state_comm import StateComm
 from specs.plan import Pipeline, Plan
 from specs.schedule import Action, Rows, dependencies
 
@@ -114,6 +115,8 @@ class _PipelineTasks:
         self.last_backward: dict[tuple[int, int], int] = {}
         self.reductions: dict[int, list[int]] = {rank.rank: [] for rank in ranks}
         self.passes = _first_and_last(rows)
+        self.terms = PassTerms(sim.model, sim.rules)
+        self.state_comm = StateComm(self.model.network, by_tensor=self.software.gathers_by_tensor)
 
     def add(self) -> None:
         position = [0] * len(self.rows)
@@ -155,7 +158,7 @@ class _PipelineTasks:
             arrived = last
         else:
             stage, other = self.pipeline.stages[action.stage], self.pipeline.stages[target_stage]
-            seconds = self._p2p_s(rank.stages[action.stage], size_bytes, stage.devices[-1], other.devices[-1])
+            seconds = self.terms.p2p_s(rank.stages[action.stage], size_bytes, stage.devices[-1], other.devices[-1])
             if self.software.p2p_blocking:
                 arrived = self._compute(rank, {"pipeline": seconds}, [last], f"send {action}", "pipeline")
             else:
@@ -164,14 +167,6 @@ class _PipelineTasks:
             rank.link_bytes["pp"] = rank.link_bytes.get("pp", 0.0) + size_bytes
         for kind in kinds:
             self.arrived[Action(target_stage, kind, action.micro_batch)] = arrived
-
-    def _p2p_s(self, cost: StageCost, size_bytes: float, source: int, target: int) -> float:
-        """Seconds from stage to stage; where the tp ranks hold the same tensor, split over them and gathered after if so set."""
-        degree = cost.tp_shape.size
-        if not self.software.p2p_split or degree == 1 or cost.stage.sequence_parallel:
-            return self.model.network.p2p(size_bytes, source, target).seconds
-        gather = self.model.network.collective("all_gather", size_bytes, cost.tp_shape).seconds
-        return self.model.network.p2p(size_bytes / degree, source, target).seconds + gather
 
     def _link(self, source: int, target: int) -> int:
         return self.engine.stream(f"p{self.index} link {source}>{target}")
@@ -188,24 +183,15 @@ class _PipelineTasks:
         rank.link_bytes["tp"] = rank.link_bytes.get("tp", 0.0) + sum(unit.tp_bytes for unit in cost.units)
         wait = "pipeline" if self.num_stages > 1 else "other"
         if not gathers or cost.shard_degree == 1:
-            terms = {
-                "forward": cost.slowdown * sum(unit.forward_s for unit in cost.units),
-                "tp_comm": sum(
-                    unit.tp_forward_s + self._tp_wait_s(cost, unit.forward_s, unit.tp_forward_calls) for unit in cost.units
-                ),
-            }
-            return self._compute(rank, terms, after, f"{action}", wait)
+            return self._compute(rank, self.terms.forward(cost, range(len(cost.units))), after, f"{action}", wait)
         last = -1
         computed: list[int] = []
         for index, unit in enumerate(cost.units):
             ahead = index - 1 - self.sim.plan.collectives.prefetch_units
             gate = after if index == 0 else ([computed[ahead]] if ahead >= 0 and cost.stage.zero == 3 else [])
             gathered = self._gather(rank, cost, index, gate, action)
-            terms = {
-                "dp_comm": self._unpack_s(cost, index) + self._dp_wait_s(cost, unit.forward_s),
-                "forward": cost.slowdown * unit.forward_s,
-                "tp_comm": unit.tp_forward_s + self._tp_wait_s(cost, unit.forward_s, unit.tp_forward_calls),
-            }
+            terms = self.terms.forward(cost, [index])
+            terms["dp_comm"] = self.terms.unpack_s(cost, index) + self.terms.dp_wait_s(cost, unit.forward_s)
             last = self._compute(rank, terms, [gathered, *(after if index == 0 else [])], f"{action} u{index}", "dp_comm")
             computed.append(last)
         return last
@@ -219,19 +205,19 @@ class _PipelineTasks:
         accumulates = not self._is_first(action) and not self.software.fused_grad_add
         wait = "pipeline" if self.num_stages > 1 else "other"
         if not (reduces or ddp or gathers):
-            return self._compute(rank, self._backward_terms(cost, range(len(cost.units)), accumulates), after, f"{action}", wait)
+            return self._compute(rank, self.terms.backward(cost, range(len(cost.units)), accumulates), after, f"{action}", wait)
         computed: list[int] = []
-        pending_bytes, first = 0.0, True
+        pending, first = (0.0, 0.0), True
         for index in reversed(range(len(cost.units))):
             gate = list(after) if first else []
             if gathers and index < len(cost.units) - 1:  # the last unit's weights are still there from forward
                 ahead = len(computed) - 1 - self.sim.plan.collectives.prefetch_units
                 gate.append(self._gather(rank, cost, index, [computed[ahead]] if ahead >= 0 else gate[:1], action))
-            terms = self._backward_terms(cost, [index], accumulates and zero not in (2, 3))
+            terms = self.terms.backward(cost, [index], accumulates and zero not in (2, 3))
             if gathers and index < len(cost.units) - 1:
-                terms["dp_comm"] = self._unpack_s(cost, index)
+                terms["dp_comm"] = self.terms.unpack_s(cost, index)
             if reduces or gathers:
-                terms["dp_comm"] = terms.get("dp_comm", 0.0) + self._dp_wait_s(cost, terms["backward"] + terms["recompute"])
+                terms["dp_comm"] = terms.get("dp_comm", 0.0) + self.terms.dp_wait_s(cost, terms["backward"] + terms["recompute"])
             if ddp:
                 terms["backward"] += self.rules.bucket_copies * self.model.copy_s(cost.device, cost.unit_grad_bytes(index))
             task = self._compute(rank, terms, gate, f"{action} u{index}", wait if first else "dp_comm")
@@ -240,10 +226,11 @@ class _PipelineTasks:
             if reduces:
                 self._reduce_unit(rank, cost, index, task, action)
             if ddp:
-                pending_bytes += cost.unit_reduce_bytes(index)
-                if pending_bytes >= self.sim.plan.collectives.bucket_bytes or index == 0:
-                    self._all_reduce(rank, cost, pending_bytes, [task], overlapped=True, label=f"{action} bucket")
-                    pending_bytes = 0.0
+                dense, expert = cost.unit_reduce_parts(index)
+                pending = (pending[0] + dense, pending[1] + expert)
+                if sum(pending) >= self.sim.plan.collectives.bucket_bytes or index == 0:
+                    self._all_reduce(rank, cost, pending, [task], overlapped=True, label=f"{action} bucket")
+                    pending = (0.0, 0.0)
         return computed[-1]
 
     def _reduces_at_end(self, cost: StageCost) -> bool:
@@ -251,28 +238,6 @@ class _PipelineTasks:
         if not self.software.overlap_grad_reduce:
             return cost.stage.zero in (0, 1)
         return cost.stage.zero == 0 and self.num_stages > 1 and not self.software.overlaps_under_pipeline
-
-    def _backward_terms(self, cost: StageCost, units: Sequence[int], accumulates: bool) -> dict[str, float]:
-        picked = [cost.units[index] for index in units]
-        add = 0.0
-        if accumulates:  # gradients of later micro-batches are added: two reads and a write
-            add = sum(self.model.grad_add_s(cost.device, cost.params[index].trainable) for index in units)
-        return {
-            "backward": cost.slowdown * (sum(unit.backward_s for unit in picked) + add),
-            "recompute": cost.slowdown * sum(unit.recompute_s for unit in picked),
-            "tp_comm": sum(
-                unit.tp_backward_s + unit.tp_recompute_s + self._tp_wait_s(cost, unit.backward_s, unit.tp_backward_calls)
-                for unit in picked
-            ),
-        }
-
-    def _tp_wait_s(self, cost: StageCost, work_s: float, calls: int) -> float:
-        """Waiting for the slowest tensor-parallel rank at each collective of a unit."""
-        return self.model.skew_wait_s(cost.device, cost.slowdown * work_s, cost.tp_shape.size, calls)
-
-    def _dp_wait_s(self, cost: StageCost, work_s: float) -> float:
-        """Waiting for the slowest data-parallel rank at a unit's gather or reduction, or once a step (DDP)."""
-        return self.model.skew_wait_s(cost.device, work_s, cost.dp_shape.size)
 
     def _compute(self, rank: RankStep, terms: dict[str, float], after: list[int], label: str, wait_term: str) -> int:
         used = {name: seconds for name, seconds in terms.items() if seconds > 0}
@@ -282,38 +247,31 @@ class _PipelineTasks:
 
     def _gather(self, rank: RankStep, cost: StageCost, index: int, after: list[int], action: Action) -> int:
         """All-gather of a unit's parameters."""
-        size = cost.unit_weight_bytes(index)
-        calls = cost.params[index].num_tensors if self.software.gathers_by_tensor else 1
-        seconds = calls * self.model.network.collective("all_gather", size / max(1, calls), cost.shard_shape).seconds
-        rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
+        seconds, moved = self.state_comm.gather_s(cost, range(index, index + 1))
+        _count(rank, "dp", moved)
         prefetched = cost.stage.zero == 3 and self.sim.plan.collectives.prefetch_units > 0
         inline = self.rules.prefetched_gather_inline if prefetched else self.rules.gather_inline
         return self._comm(rank, seconds, after, f"gather {action} u{index}", inline=inline)
-
-    def _unpack_s(self, cost: StageCost, index: int) -> float:
-        """Copying a unit's gathered flat buffer into its parameters."""
-        copies = self.rules.gather_copies if self.software.gather_copies is None else self.software.gather_copies
-        return copies * self.model.copy_s(cost.device, cost.unit_weight_bytes(index), fresh=True)
 
     def _reduce_unit(self, rank: RankStep, cost: StageCost, index: int, after: int, action: Action) -> None:
         """Reduce-scatter of a unit's gradients in the shard group, all-reduce of the shard between replicas."""
         size = cost.unit_reduce_bytes(index)
         if not size:
             return
-        seconds = self.model.network.collective("reduce_scatter", size, cost.shard_shape).seconds
-        seconds += self.model.network.collective("all_reduce", size / cost.shard_degree, cost.replica_shape).seconds
-        copies = self.rules.reduce_copies if self.software.reduce_copies is None else self.software.reduce_copies
-        pack = copies * self.model.copy_s(cost.device, size, fresh=True)
-        rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
+        seconds, moved = self.state_comm.reduce_scatter_s(cost, index)
+        pack = self.terms.pack_s(cost, index)
+        _count(rank, "dp", moved)
         label = f"reduce {action} u{index}"
         self.reductions[rank.rank].append(self._comm(rank, seconds + pack, [after], label, inline=self.rules.reduce_inline))
 
-    def _all_reduce(self, rank: RankStep, cost: StageCost, size: float, after: list[int], *, overlapped: bool, label: str) -> None:
-        if size <= 0:
+    def _all_reduce(
+        self, rank: RankStep, cost: StageCost, sizes: tuple[float, float], after: list[int], *, overlapped: bool, label: str
+    ) -> None:
+        """All-reduce of gradients. ``sizes``: bytes of them that all of dp holds, and of the rank's experts."""
+        if sum(sizes) <= 0:
             return
-        seconds = self.model.network.collective("all_reduce", size, cost.dp_shape).seconds
-        degree = cost.dp_shape.size
-        rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + 2 * size * (degree - 1) / degree
+        seconds, moved = self.state_comm.all_reduce_s(cost, *sizes)
+        _count(rank, "dp", moved)
         stream_overlaps = overlapped and self.sim.plan.collectives.overlap_grad_reduce
         if stream_overlaps:
             task = self.engine.task(rank.comm, seconds, after=after, label=label, terms={"dp_comm": seconds})
@@ -337,9 +295,9 @@ class _PipelineTasks:
             self._tied(rank, number, cost)
             if cost.stage.zero == 0 and self.num_stages == 1:
                 work_s = sum(unit.forward_s + unit.backward_s + unit.recompute_s for unit in cost.units)
-                wait_s = self._dp_wait_s(cost, cost.slowdown * work_s * self.pipeline.num_micro_batches)
+                wait_s = self.terms.dp_wait_s(cost, cost.slowdown * work_s * self.pipeline.num_micro_batches)
                 self._compute(rank, {"dp_comm": wait_s}, [], "slowest rank", "dp_comm")
-        local = sum(cost.num_trainable / cost.shard_degree for cost in rank.stages.values())
+        local = sum(cost.num_trainable * cost.state_share for cost in rank.stages.values())
         device = next(iter(rank.stages.values()))
         passes = self.software.grad_passes * local * device.grad_bytes
         seconds = device.slowdown * (self.model.optimizer_s(device.device, local) + self.model.copy_s(device.device, passes / 2))
@@ -352,22 +310,20 @@ class _PipelineTasks:
 
     def _reduce_at_end(self, rank: RankStep, number: int, cost: StageCost, index: int) -> None:
         """Reduction of a unit's gradients that nothing hides."""
-        size, label = cost.unit_reduce_bytes(index), f"reduce s{number} u{index}"
+        label = f"reduce s{number} u{index}"
         if cost.stage.zero == 0:
-            self._all_reduce(rank, cost, size, [], overlapped=False, label=label)
+            self._all_reduce(rank, cost, cost.unit_reduce_parts(index), [], overlapped=False, label=label)
             return
-        seconds = self.model.network.collective("reduce_scatter", size, cost.shard_shape).seconds
-        seconds += self.model.network.collective("all_reduce", size / cost.shard_degree, cost.replica_shape).seconds
-        rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
+        seconds, moved = self.state_comm.reduce_scatter_s(cost, index)
+        _count(rank, "dp", moved)
         self._compute(rank, {"dp_comm": seconds}, [], label, "dp_comm")
 
     def _gather_at_end(self, rank: RankStep) -> None:
         """Updated parameters of a sharded optimizer, gathered when the step is over."""
         for cost in rank.stages.values():
             if cost.stage.zero in (1, 2) and cost.shard_degree > 1:
-                size = cost.num_params * cost.weight_bytes
-                seconds = self.model.network.collective("all_gather", size, cost.shard_shape).seconds
-                rank.link_bytes["dp"] = rank.link_bytes.get("dp", 0.0) + size * (cost.shard_degree - 1) / cost.shard_degree
+                seconds, moved = self.state_comm.gather_s(cost, range(len(cost.params)))
+                _count(rank, "dp", moved)
                 self._compute(rank, {"dp_comm": seconds}, [], "gather parameters", "dp_comm")
 
     def _partial_grads(self, rank: RankStep, cost: StageCost) -> None:
@@ -389,6 +345,11 @@ class _PipelineTasks:
             "all_reduce", elements * cost.grad_bytes, self.model.network.shape((first, last))
         ).seconds
         self._compute(rank, {"dp_comm": seconds}, [], "tied gradients", "dp_comm")
+
+
+def _count(rank: RankStep, axis: str, num_bytes: float) -> None:
+    """Add to the bytes that a rank sends along an axis."""
+    rank.link_bytes[axis] = rank.link_bytes.get(axis, 0.0) + num_bytes
 
 
 def _first_and_last(rows: Rows) -> dict[int, tuple[int, int]]:

@@ -40,7 +40,11 @@ def _memory_counters(model: CostModel, plan: Plan, result: StepResult, index: in
     rank = result.ranks[index]
     num_stages = len(plan.pipelines[rank.pipeline].stages)
     memory = RankMemory(
-        rank.stages, rank.row, num_stages=num_stages, options=plan.collectives, rules=memory_rules_for(model.cluster)
+        rank.stages,
+        rank.row,
+        num_stages=num_stages,
+        options=plan.collectives,
+        rules=memory_rules_for(model.cluster, model.software),
     )
     memory.run()
     highest: dict[str, float] = {}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from profiler.opset import FUSED_LOSS_CHUNK, OpClass
-from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
+from profiler.opset import OpClass
+from profiler.placed import LocalTensor, PlacedBlock, numeric_tensor
+from simulator.exchange import INTERFERENCE, WHOLE, Split, exchanges, with_local_experts
 from simulator.fusion import Fusion, add_shared_gradients, join_projections
+from simulator.memory_walk import MemoryWalk, RecomputeChoice
 from simulator.network import GroupShape, Network
 from simulator.pricing import PRODUCTS, OpPrice, OpPricer
 from specs.base import Provenance
@@ -39,26 +41,21 @@ class UnitCost:
     tp_forward_calls: int
     tp_backward_calls: int
     partial_grad_elements: float
+    exchange_forward: dict[str, float] = field(default_factory=dict)
+    exchange_backward: dict[str, float] = field(default_factory=dict)
+    exchange_bytes: float = 0.0
     seconds_by_source: dict[Provenance, float] = field(default_factory=dict)
     unknown_ops: tuple[str, ...] = ()
 
     @property
     def total_forward_s(self) -> float:
         """Forward with its collectives."""
-        return self.forward_s + self.tp_forward_s
+        return self.forward_s + self.tp_forward_s + sum(self.exchange_forward.values())
 
     @property
     def total_backward_s(self) -> float:
         """Backward with recompute and collectives."""
-        return self.backward_s + self.recompute_s + self.tp_backward_s + self.tp_recompute_s
-
-
-@dataclass(frozen=True, slots=True)
-class RecomputeChoice:
-    """How a unit recomputes: mode and, if selective, the op classes that are recomputed."""
-
-    mode: RecomputeMode = RecomputeMode.NONE
-    op_classes: tuple[str, ...] = ()
+        return self.backward_s + self.recompute_s + self.tp_backward_s + self.tp_recompute_s + sum(self.exchange_backward.values())
 
 
 def unit_cost(
@@ -71,10 +68,20 @@ def unit_cost(
     seq: int,
     recompute: RecomputeChoice,
     matmul_dtype: str | None = None,
+    split: Split = WHOLE,
 ) -> UnitCost:
-    """Price every op and collective of a placed block and walk its memory. ``matmul_dtype``: of its products, where narrower."""
-    prices = block_prices(placed, pricer, batch, seq, matmul_dtype)
-    walk = _MemoryWalk(placed, prices, batch, seq, pricer, recompute)
+    """Price every op and collective of a placed block and walk its memory. ``matmul_dtype``: of its products, where narrower.
+
+    ``seq`` is the whole sequence; ``split`` says over how many context- and expert-parallel ranks the unit is spread.
+    """
+    placed, seq = with_local_experts(placed, split.ep), -(-seq // split.cp)
+    prices = block_prices(placed, pricer, batch, seq, matmul_dtype, cp=split.cp)
+    exchanged = exchanges(placed, prices, network, split, batch=batch, seq=seq, dtype=pricer.compute_dtype)
+    exchange_backward = dict(exchanged.backward)
+    if recompute.mode == RecomputeMode.FULL:
+        for name, seconds in exchanged.forward.items():
+            exchange_backward[name] = exchange_backward.get(name, 0.0) + seconds
+    walk = MemoryWalk(placed, prices, batch, seq, pricer, recompute)
     forward = busy_s(prices, pricer.launch_s)
     backward = busy_s(prices, pricer.launch_s, backward=True)
     comm = _Collectives(placed, network, tp_shape, batch, seq, pricer.compute_dtype)
@@ -85,9 +92,7 @@ def unit_cost(
         recompute_s = busy_s(prices[: last + 1], pricer.launch_s)
         tp_recompute_s = comm.forward_s(upto=last)
     elif recompute.mode == RecomputeMode.SELECTIVE:
-        recompute_s = sum(
-            price.forward_s for op, price in zip(placed.ops, prices, strict=True) if op.op_class.value in recompute.op_classes
-        )
+        recompute_s = sum(prices[index].forward_s for index in walk.recomputed)
     by_source: dict[Provenance, float] = {}
     for price in prices:
         by_source[price.source] = by_source.get(price.source, 0.0) + price.forward_s + price.backward_s
@@ -107,6 +112,9 @@ def unit_cost(
         tp_forward_calls=len(comm.forward),
         tp_backward_calls=len(comm.backward),
         partial_grad_elements=sum(_numel(placed.params[name]) for name in placed.partial_grad_params),
+        exchange_forward=exchanged.forward,
+        exchange_backward=exchange_backward,
+        exchange_bytes=exchanged.num_bytes,
         seconds_by_source=by_source,
         unknown_ops=tuple(sorted({price.target for price in prices if not price.known})),
     )
@@ -119,11 +127,13 @@ def busy_s(prices: Sequence[OpPrice], launch_s: float, *, backward: bool = False
     return max(device, launch_s * kernels)
 
 
-def block_prices(placed: PlacedBlock, pricer: OpPricer, batch: int, seq: int, matmul_dtype: str | None = None) -> list[OpPrice]:
+def block_prices(
+    placed: PlacedBlock, pricer: OpPricer, batch: int, seq: int, matmul_dtype: str | None = None, cp: int = 1
+) -> list[OpPrice]:
     """The price of every op of a block as the software runs it: fused where it fuses."""
     if matmul_dtype is not None and any(op.op_class == OpClass.LOSS for op in placed.ops):
         matmul_dtype = None  # the output head keeps the compute dtype
-    prices = [pricer.price(op, batch, seq, placed.block.name, matmul_dtype=matmul_dtype) for op in placed.ops]
+    prices = [pricer.price(op, batch, seq, placed.block.name, matmul_dtype=matmul_dtype, cp=cp) for op in placed.ops]
     if pricer.software.joint_projections:
         prices = join_projections(placed, prices, pricer, batch, seq, matmul_dtype or pricer.compute_dtype)
     if pricer.software.caches_positions:
@@ -233,122 +243,6 @@ class _Collectives:
         return sum(self.backward)
 
 
-# Time that a collective and a product beside each other lose to each other, share of the shorter one (arXiv 2507.03114).
-INTERFERENCE = 0.19
-
-
 def _exposed_s(comm_s: float, beside_s: float) -> float:
     """What a collective adds to a product that hides it."""
     return max(0.0, comm_s - beside_s) + INTERFERENCE * min(comm_s, beside_s)
-
-
-class _MemoryWalk:
-    """Bytes held while the block's ops run forward and backward, by the storage each tensor lives in."""
-
-    def __init__(
-        self, placed: PlacedBlock, prices: list[OpPrice], batch: int, seq: int, pricer: OpPricer, recompute: RecomputeChoice
-    ) -> None:
-        self.placed, self.prices, self.batch, self.seq, self.dtype = placed, prices, batch, seq, pricer.compute_dtype
-        self.recompute = recompute
-        self.weights = {name for name, tensor in placed.params.items() if tensor.kind in ("param", "buffer")}
-        self.sizes: dict[str, float] = {}
-        for tensor in (*placed.inputs, *(t for op in placed.ops for t in (*op.inputs, *op.outputs))):
-            self.sizes.setdefault(tensor.root, 0.0)
-            self.sizes[tensor.root] = max(self.sizes[tensor.root], self.bytes_of(tensor))
-        if pricer.kernels.loss == "fused":
-            for op in placed.ops:
-                if op.op_class == OpClass.LOSS:
-                    self.sizes[op.inputs[0].root] *= FUSED_LOSS_CHUNK
-        self.saved_by_op = [self._saved(op, price) for op, price in zip(placed.ops, prices, strict=True)]
-        self.kept_by_op = [set() if self._recomputed(op) else saved for op, saved in zip(placed.ops, self.saved_by_op, strict=True)]
-
-    def bytes_of(self, tensor: LocalTensor) -> float:
-        """Local bytes of a tensor."""
-        return float(numeric_tensor(tensor, self.batch, self.seq, self.dtype).bytes)
-
-    def _saved(self, op: LocalOp, price: OpPrice) -> set[str]:
-        tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
-        tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
-        return {tensor.root for tensor in tensors if tensor.root not in self.weights}
-
-    def _recomputed(self, op: LocalOp) -> bool:
-        return self.recompute.mode == RecomputeMode.SELECTIVE and op.op_class.value in self.recompute.op_classes
-
-    def last_saving_op(self) -> int:
-        """Index of the last op that keeps anything: recompute runs up to it (early stop)."""
-        keeps = [index for index, price in enumerate(self.prices) if self.saved_by_op[index] or price.saved_extra_bytes]
-        return keeps[-1] if keeps else -1
-
-    def _extra(self, index: int) -> float:
-        return 0.0 if self._recomputed(self.placed.ops[index]) else self.prices[index].saved_extra_bytes
-
-    def all_saved_bytes(self) -> float:
-        """What an uncheckpointed forward keeps."""
-        roots = set().union(*self.kept_by_op) if self.kept_by_op else set()
-        return sum(self.sizes[root] for root in roots) + sum(self._extra(index) for index in range(len(self.prices)))
-
-    def saved_bytes(self) -> float:
-        """What is kept between forward and backward."""
-        if self.recompute.mode == RecomputeMode.FULL:
-            return sum(self.bytes_of(tensor) for tensor in self.placed.inputs)
-        return self.all_saved_bytes()
-
-    def forward_peak(self) -> float:
-        """Most bytes held during forward beyond what is kept at its end (the unit's input not counted unless kept)."""
-        keep_all = self.recompute.mode != RecomputeMode.FULL
-        return max(0.0, self._forward_curve(keep_all) - self.saved_bytes())
-
-    def _forward_curve(self, keep: bool) -> float:
-        """Peak of live bytes while running forward, with (or without) what autograd keeps."""
-        last_use: dict[str, int] = {}
-        for index, op in enumerate(self.placed.ops):
-            last_use.update({tensor.root: index for tensor in op.inputs})
-        outputs = {tensor.root for tensor in self.placed.outputs}
-        live = {tensor.root for tensor in self.placed.inputs}
-        kept: set[str] = set() if keep else {tensor.root for tensor in self.placed.inputs}
-        extra = peak = 0.0
-        for index, op in enumerate(self.placed.ops):
-            live |= {tensor.root for tensor in op.outputs}
-            if keep:
-                kept |= self.kept_by_op[index]
-                extra += self._extra(index)
-            now = sum(self.sizes[root] for root in (live | kept) - self.weights) + extra
-            peak = max(peak, now + self.prices[index].forward_workspace_bytes)
-            live = {root for root in live if last_use.get(root, -1) > index or root in outputs}
-        return peak
-
-    def backward_peak(self) -> float:
-        """Most bytes held in backward beyond what was kept before it: activation gradients, temporaries, recomputed tensors.
-
-        Walks the ops in reverse: the gradient of each result lives from its first use until the op's backward ran; what an op
-        kept is freed once no earlier op kept it too. Weight gradients are counted elsewhere.
-        """
-        start = self.saved_bytes()
-        held = self.all_saved_bytes() + (start if self.recompute.mode == RecomputeMode.FULL else 0.0)
-        if self.recompute.mode == RecomputeMode.SELECTIVE:
-            held += self._recomputed_bytes()
-        first_keeper: dict[str, int] = {}
-        for index in reversed(range(len(self.placed.ops))):
-            for root in self.saved_by_op[index] if self.recompute.mode == RecomputeMode.SELECTIVE else self.kept_by_op[index]:
-                first_keeper[root] = index
-        grads = {tensor.root for tensor in self.placed.outputs if tensor.requires_grad}
-        peak = held + sum(self.sizes[root] for root in grads)
-        for index in reversed(range(len(self.placed.ops))):
-            op, price = self.placed.ops[index], self.prices[index]
-            if not any(tensor.requires_grad for tensor in op.outputs):
-                continue
-            produced = {tensor.root for tensor in op.inputs if tensor.requires_grad and tensor.root not in self.weights}
-            now = held + sum(self.sizes[root] for root in grads | produced) + price.backward_workspace_bytes
-            peak = max(peak, now)
-            results = {tensor.root for tensor in op.outputs}
-            grads = (grads | produced) - (results - produced)
-            held -= sum(self.sizes[root] for root, keeper in first_keeper.items() if keeper == index) + price.saved_extra_bytes
-        return max(0.0, peak - start)
-
-    def _recomputed_bytes(self) -> float:
-        again = set().union(
-            *(saved for op, saved in zip(self.placed.ops, self.saved_by_op, strict=True) if self._recomputed(op)), set()
-        )
-        kept = set().union(*self.kept_by_op, set())
-        extra = sum(price.saved_extra_bytes for op, price in zip(self.placed.ops, self.prices, strict=True) if self._recomputed(op))
-        return sum(self.sizes[root] for root in again - kept) + extra

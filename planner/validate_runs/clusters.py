@@ -93,7 +93,8 @@ def _cluster(
     group = NodeGroup(count=nodes, preset=preset, device=device, devices_per_node=per_node)
     resolved = _resolved(group)
     inter = resolved.nodes[0].inter
-    assert inter is not None  # resolve_cluster fills both links
+    if inter is None:
+        raise SkippedRun("device_not_in_catalogue", f"no link between nodes of '{device}' is known")
     if gbit_s_per_device is None and preset is None and nodes > 1 and not pcie:
         arch = next(kind.arch for kind in resolved.device_types if kind.name == device).lower()
         gbit_s_per_device = DEFAULT_GBIT_S.get(arch, NEWER_GBIT_S)

@@ -19,7 +19,13 @@ MIB = 1024.0 * 1024.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framework:
-    """A framework's defaults beside its :class:`Software`. ``precisions``: table word -> changes to the mixed precision."""
+    """A framework's defaults beside its :class:`Software`. ``precisions``: table word -> changes to the mixed precision;
+    ``software_by_precision``: table word -> changes to the software.
+
+    ``selective``: what it means by selective recompute, ``operators`` or a share of the ``layers``. ``state_dtype``: of optimizer
+    states. ``memory_reading``: what it prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the whole
+    ``device`` (nvidia-smi).
+    """
 
     name: str
     title: str
@@ -31,8 +37,12 @@ class Framework:
     default_sequence_parallel: bool = False
     vocab_multiple_per_tp: int = 0
     bucket_bytes: float = 25 * MIB
+    selective: str = "layers"
+    state_dtype: str = "float32"
+    memory_reading: str = "reserved"
     prefetch_units: int = 1
     precisions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    software_by_precision: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def vocab_multiple(self, tp: int) -> int:
         """The vocabulary is padded to a multiple of this."""
@@ -86,10 +96,13 @@ def _by_sizes(run: PublishedRun, year: int) -> str:
 
 
 def _with_run(framework: Framework, run: PublishedRun) -> Framework:
-    """What the row says of its own software: compiled or not."""
+    """What the row says of its own software: compiled or not, its precision, tensor-parallel overlap."""
+    changes = dict(framework.software_by_precision.get(run.precision.lower(), {}))
     if run.compile:
-        return replace(framework, software=replace(framework.software, fusion="compiler", caches_positions=True))
-    return framework
+        changes |= {"fusion": "compiler", "caches_positions": True}
+    if "async tp" in run.notes.lower():
+        changes["tp_overlap"] = "ring"
+    return replace(framework, software=replace(framework.software, **changes)) if changes else framework
 
 
 def precision_of(run: PublishedRun, framework: Framework) -> Precision:

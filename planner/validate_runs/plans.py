@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from planner.validate_runs.frameworks import Framework
 from planner.validate_runs.runs import PublishedRun, SkippedRun
+from simulator.memory_walk import EVERY_SECOND_PRODUCT
 from specs.plan import CollectiveOptions, Mesh, Pipeline, PipelineSchedule, Plan, RecomputeMode, RecomputeRun, Stage
 
 # Tokens per device and pass where the row gives no micro-batch and no pipeline limits it.
@@ -16,7 +17,6 @@ DEFAULT_TOKENS_PER_PASS = 8192
 FEW_BUBBLES = 8
 # Layer counts of a stage boundary list in the notes, as AMP's artifact prints them.
 _CUTS = re.compile(r"pipeline cut over (\d+) stages units \[([\d, ]+)\]")
-# Passes that DeepSpeed's example module puts around the layers: embedding and casts before, norm, head and loss after.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class Sizes:
 
     dp: int
     tp: int
+    cp: int
+    ep: int
     pp: int
     chunks: int
     micro_batch: int
@@ -35,33 +37,32 @@ class Sizes:
     shard_group: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How the plan's recompute is set where the row leaves it open."""
-
-    mode: str
-
-
 ZERO_STAGES = {
     "": 0, "none": 0, "ddp": 0, "0": 0, "zero1": 1, "1": 1, "zero2": 2, "2": 2, "fsdp-grad-op(zero2)": 2, "zero3": 3, "3": 3,
     "fsdp": 3, "fsdp2": 3, "hsdp": 3,
 }  # fmt: skip
-# Devices that share one set of shards in hybrid sharding where the row does not say: those of a node.
 
 
 def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Sizes:
     """Degrees and batches of a row; raises :class:`SkippedRun` where they cannot be expressed or do not fit together."""
     _expressible(run)
-    if run.num_gpus is None or run.seq_len is None:
-        raise ValueError("an expressible run has num_gpus and seq_len")
+    num_gpus, seq_len = run.num_gpus or 0, run.seq_len or 0
+    if not num_gpus or not seq_len:
+        raise SkippedRun("cluster_not_given", "the row does not give num_gpus and seq_len")
     if run.global_batch is None:
         raise SkippedRun("batch_not_given", "the row does not give global_batch")
-    if run.tp is None and run.pp is None and run.num_gpus > 1 and not run.zero_stage:
+    if run.tp is None and run.pp is None and num_gpus > 1 and not run.zero_stage:
         raise SkippedRun("parallel_sizes_not_given", "the row gives neither tp nor pp nor a sharding")
-    tp, pp = run.tp or 1, run.pp or 1
-    dp, rest = divmod(run.num_gpus, tp * pp)
+    tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
+    dp, rest = divmod(num_gpus, tp * pp * cp)
     if rest or not dp:
-        raise SkippedRun("sizes_do_not_match", f"{run.num_gpus} devices are no multiple of tp {tp} x pp {pp}")
+        raise SkippedRun("sizes_do_not_match", f"{num_gpus} devices are no multiple of tp {tp} x pp {pp} x cp {cp}")
+    if ep > 1 and (not run.moe_experts or run.moe_experts % ep):
+        raise SkippedRun("sizes_do_not_match", f"{run.moe_experts} experts are no multiple of ep {ep}")
+    if (dp * cp) % ep:
+        if (num_gpus // pp) % ep:
+            raise SkippedRun("sizes_do_not_match", f"ep {ep} does not divide the {num_gpus // pp} devices of a stage")
+        raise SkippedRun("experts_over_tensor_parallel", f"ep {ep} reaches over tp {tp}: experts split over dp and cp only")
     zero = _zero(run, framework)
     chunks = _chunks(run, pp, assumed)
     micro = run.micro_batch or _default_micro_batch(run, dp, pp, assumed)
@@ -72,14 +73,10 @@ def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Siz
     if chunks > 1 and passes % pp:
         assumed.append(f"1F1B in place of interleaving: {passes} micro-batches are no multiple of {pp} stages")
         chunks = 1
-    return Sizes(dp, tp, pp, chunks, micro, passes, run.global_batch, run.seq_len, zero, _shard_group(run, dp, zero, assumed))
+    return Sizes(dp, tp, cp, ep, pp, chunks, micro, passes, run.global_batch, seq_len, zero, _shard_group(run, dp, zero, assumed))
 
 
 def _expressible(run: PublishedRun) -> None:
-    if (run.cp or 1) > 1:
-        raise SkippedRun("context_parallel", f"cp={run.cp}: plans of this version do not split attention along the sequence")
-    if (run.ep or 1) > 1:
-        raise SkippedRun("expert_parallel", f"ep={run.ep}: plans of this version do not split experts over devices")
     if run.offload.lower() not in ("", "none"):
         raise SkippedRun("offload", f"offload of {run.offload}: plans of this version keep everything on the device")
     text = f"{run.model} {run.notes}".lower()
@@ -93,7 +90,9 @@ def _zero(run: PublishedRun, framework: Framework) -> int:
     stage = run.zero_stage.lower()
     if stage not in ZERO_STAGES:
         raise SkippedRun("sharding_not_known", f"zero_stage '{run.zero_stage}'")
-    return ZERO_STAGES[stage] if stage else framework.default_zero
+    zero = ZERO_STAGES[stage] if stage else framework.default_zero
+    # under a pipeline parameters stay gathered during the step and gradients are reduced once (torchtitan's default policy)
+    return 1 if zero >= 2 and (run.pp or 1) > 1 else zero
 
 
 def _shard_group(run: PublishedRun, dp: int, zero: int, assumed: list[str]) -> int | None:
@@ -117,14 +116,14 @@ def framework_schedule(run: PublishedRun) -> str:
 
 
 def _chunks(run: PublishedRun, pp: int, assumed: list[str]) -> int:
-    assert run.layers is not None
+    layers = run.layers or 1
     if pp == 1:
         return 1
     chunks = run.vpp or 1
     if run.vpp is None and "interleaved" in f"{run.schedule} {run.notes}".lower() and "before the interleaved" not in run.notes:
-        chunks = next((count for count in (2, 3) if run.layers % (pp * count) == 0), 1)
+        chunks = next((count for count in (2, 3) if layers % (pp * count) == 0), 1)
         assumed.append(f"{chunks} chunks per pipeline rank")
-    if chunks * pp > run.layers:
+    if chunks * pp > layers:
         assumed.append(f"1 chunk per pipeline rank instead of {chunks}: more stages than layers")
         return 1
     return chunks
@@ -132,10 +131,8 @@ def _chunks(run: PublishedRun, pp: int, assumed: list[str]) -> int:
 
 def _default_micro_batch(run: PublishedRun, dp: int, pp: int, assumed: list[str]) -> int:
     """The largest power of two that keeps a pass at the default tokens and the pipeline filled."""
-    if run.seq_len is None or run.global_batch is None:
-        raise ValueError("an expressible run has seq_len and global_batch")
-    per_rank = max(1, run.global_batch // dp)
-    most = max(1, DEFAULT_TOKENS_PER_PASS // run.seq_len)
+    per_rank = max(1, (run.global_batch or 1) // dp)
+    most = max(1, DEFAULT_TOKENS_PER_PASS // (run.seq_len or 1))
     if pp > 1:
         most = min(most, max(1, per_rank // (FEW_BUBBLES * pp)))
     micro = 1
@@ -146,10 +143,9 @@ def _default_micro_batch(run: PublishedRun, dp: int, pp: int, assumed: list[str]
 
 
 def _divisor(run: PublishedRun, dp: int, micro: int, assumed: list[str]) -> int:
-    assert run.global_batch is not None
-    if run.global_batch % dp:
+    per_rank, rest = divmod(run.global_batch or 0, dp)
+    if rest or not per_rank:
         raise SkippedRun("sizes_do_not_match", f"batch {run.global_batch} is no multiple of dp {dp}")
-    per_rank = run.global_batch // dp
     if per_rank % micro == 0:
         return micro
     best = max(size for size in range(1, min(micro, per_rank) + 1) if per_rank % size == 0)
@@ -162,15 +158,15 @@ def split_units(run: PublishedRun, num_stages: int) -> list[int]:
 
     Where the notes say that the framework counts embedding and head like layers, or print the cuts, those hold.
     """
-    assert run.layers is not None
+    num_layers = run.layers or 0
     cuts = _CUTS.search(run.notes)
     if cuts is not None:
-        listed = _from_cuts([int(item) for item in cuts[2].split(",")], run.layers)
+        listed = _from_cuts([int(item) for item in cuts[2].split(",")], num_layers)
         if listed is not None and len(listed) == num_stages:
             return listed
     if "transformer|embedding" in run.notes:
-        return _even(run.layers + 2, num_stages)
-    layers = _even(run.layers, num_stages)
+        return _even(num_layers + 2, num_stages)
+    layers = _even(num_layers, num_stages)
     return [count + (index == 0) + (index == num_stages - 1) for index, count in enumerate(layers)]
 
 
@@ -197,13 +193,18 @@ def _from_cuts(bounds: list[int], layers: int) -> list[int] | None:
     return units if sum(units) == layers + 2 and all(units) else None
 
 
+# Kinds of selective recompute: Megatron's (attention's core) and torchtitan's (all but attention and every second product).
+SELECTIVE: dict[str, tuple[str, ...]] = {"attention": ("attention",), "operators": (EVERY_SECOND_PRODUCT,)}
+
+
 def recompute_runs(mode: str, first: int, num_units: int, total_units: int, *, every: int = 1) -> tuple[RecomputeRun, ...]:
     """Recompute of the layers among the units from ``first`` on (never of embedding and tail). ``every``: one layer in so many."""
     layers = [unit for unit in range(first, first + num_units) if 0 < unit < total_units - 1]
     if mode == "none" or not layers:
         return ()
-    if mode == "attention":
-        return (RecomputeRun(first_unit=layers[0], num_units=len(layers), mode=RecomputeMode.SELECTIVE, op_classes=("attention",)),)
+    if mode in SELECTIVE:
+        classes = SELECTIVE[mode]
+        return (RecomputeRun(first_unit=layers[0], num_units=len(layers), mode=RecomputeMode.SELECTIVE, op_classes=classes),)
     if every == 1:
         return (RecomputeRun(first_unit=layers[0], num_units=len(layers), mode=RecomputeMode.FULL),)
     return tuple(RecomputeRun(first_unit=unit, num_units=1, mode=RecomputeMode.FULL) for unit in layers if unit % every == 0)
@@ -215,16 +216,17 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
     num_stages = sizes.pp * sizes.chunks
     counts, first = split_units(run, num_stages), 0
     total = sum(counts)
-    per_rank = sizes.dp * sizes.tp
+    per_rank = sizes.dp * sizes.cp * sizes.tp
     mode, _, every = recompute.partition("/")
     stages = []
     for number, count in enumerate(counts):
         rank = number % sizes.pp
+        mode, _, every = recompute.partition("/")
         stages.append(
             Stage(
                 devices=tuple(range(rank * per_rank, (rank + 1) * per_rank)), first_unit=first, num_units=count,
-                mesh=Mesh(dp=sizes.dp, tp=sizes.tp), zero=sizes.zero if sizes.dp > 1 else 0, shard_group=sizes.shard_group,
-                sequence_parallel=sequence_parallel(run, sizes.tp, framework),
+                mesh=Mesh(dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, ep=sizes.ep), shard_group=sizes.shard_group,
+                zero=sizes.zero if sizes.dp * sizes.cp > 1 else 0, sequence_parallel=sequence_parallel(run, sizes.tp, framework),
                 recompute=recompute_runs(mode, first, count, total, every=int(every or 1)),
             )
         )  # fmt: skip
@@ -260,6 +262,7 @@ def sequence_parallel(run: PublishedRun, tp: int, framework: Framework) -> bool:
 def strategy_text(sizes: Sizes, recompute: str) -> str:
     """The short form for people."""
     parts = [f"pp={sizes.pp}", f"dp={sizes.dp}", f"tp={sizes.tp}", f"micro_batch={sizes.micro_batch}", f"zero={sizes.zero}"]
+    parts += [f"{name}={degree}" for name, degree in (("cp", sizes.cp), ("ep", sizes.ep)) if degree > 1]
     if sizes.chunks > 1:
         parts.append(f"chunks={sizes.chunks}")
     return " ".join([*parts, f"recompute={recompute}"])

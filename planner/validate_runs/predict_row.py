@@ -17,7 +17,7 @@ from simulator.steady_state import predict_long
 from specs.errors import InvalidInput
 from specs.graph import ModelGraph
 from specs.prediction import Prediction
-from specs.training import TrainingSpec
+from specs.training import Optimizer, TrainingSpec
 
 Capture = Callable[[DecoderConfig], ModelGraph]
 
@@ -33,11 +33,16 @@ class RunPrediction:
     recompute: str
     fits: bool
     assumed: tuple[str, ...] = ()
+    memory_reading: str = "reserved"
 
     @property
     def reported_memory_bytes(self) -> float:
         """Peak memory as the run's source reads it."""
-        return self.prediction.memory.peak_bytes
+        memory = self.prediction.memory
+        if self.memory_reading == "allocated":
+            return memory.peak_bytes
+        reserved = memory.reserved_bytes or memory.peak_bytes
+        return reserved if self.memory_reading == "device" else reserved - memory.baseline_bytes
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -80,7 +85,7 @@ class RunPredictor:
     def _with_recompute(
         self, run: PublishedRun, model: CostModel, sizes: Sizes, framework: Framework, assumed: list[str]
     ) -> RunPrediction:
-        modes = recompute_modes(run, model.workload.attention_kernel)
+        modes = recompute_modes(run, model.workload.attention_kernel, framework.selective)
         for mode in modes:
             prediction = self._prediction(run, model, sizes, framework, mode)
             if len(modes) == 1 or fits(prediction) or mode == modes[-1]:
@@ -88,7 +93,8 @@ class RunPredictor:
         if len(modes) > 1:
             assumed.append(f"recompute {mode}: the least that fits")
         strategy = plan_of(run, sizes, framework, mode, 1 if sizes.pp == 1 else sizes.pp).strategy
-        return RunPrediction(run, prediction, framework.name, strategy, mode, fits(prediction), tuple(assumed))
+        fitting, reading = fits(prediction), memory_reading(run, framework)
+        return RunPrediction(run, prediction, framework.name, strategy, mode, fitting, tuple(assumed), reading)
 
     def _prediction(self, run: PublishedRun, model: CostModel, sizes: Sizes, framework: Framework, mode: str) -> Prediction:
         try:
@@ -99,11 +105,26 @@ class RunPredictor:
             raise SkippedRun("not_expressible", str(error)) from None
 
 
-def recompute_modes(run: PublishedRun, attention_kernel: str) -> tuple[str, ...]:
-    """``none``, ``attention``, ``full`` or ``full/N`` (every N-th layer); several where the row leaves it open, least first."""
+# Words of a row's notes that say how its memory was read.
+READINGS = (("nvidia-smi", "device"), ("reserved", "reserved"), ("allocated", "allocated"), ("peak active", "allocated"))
+
+
+def memory_reading(run: PublishedRun, framework: Framework) -> str:
+    """``allocated``, ``reserved`` or ``device``: by the notes, else as the framework prints it."""
+    notes = run.notes.lower()
+    return next((reading for word, reading in READINGS if word in notes), framework.memory_reading)
+
+
+def recompute_modes(run: PublishedRun, attention_kernel: str, selective: str) -> tuple[str, ...]:
+    """``none``, ``attention``, ``operators``, ``full`` or ``full/N`` (every N-th layer).
+
+    Several, least first, where the row leaves it open.
+    """
     word = run.recompute.lower()
     if word == "selective":
-        return ("full/2",) if _by_layers(run) else ("attention",)
+        if not _by_layers(run):
+            return ("attention",)
+        return ("operators",) if selective == "operators" and "every other layer" not in run.notes.lower() else ("full/2",)
     if word in ("none", "full"):
         return (word,)
     return ("none", "attention", "full") if attention_kernel == "math" else ("none", "full")
@@ -122,7 +143,7 @@ def workload_of(run: PublishedRun, framework: Framework, sizes: Sizes) -> Traini
         flash = (run.year or 2024) >= 2023 and (run.recompute.lower() != "selective" or _by_layers(run))
     return TrainingSpec(
         global_batch=sizes.global_batch, seq_len=sizes.seq_len, precision=precision_of(run, framework),
-        attention_kernel="flash" if flash else "math", loss_kernel="full",
+        attention_kernel="flash" if flash else "math", loss_kernel="full", optimizer=Optimizer(state_dtype=framework.state_dtype),
     )  # fmt: skip
 
 

@@ -1,0 +1,153 @@
+"""Memory of a unit op by op: what autograd keeps between forward and backward, and the most that is held in either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profiler.opset import FUSED_LOSS_CHUNK, OpClass
+from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
+from simulator.pricing import OpPrice, OpPricer
+from specs.plan import RecomputeMode
+
+EVERY_SECOND_PRODUCT = "gemm/2"
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeChoice:
+    """How a unit recomputes: mode and, if selective, the op classes that are recomputed.
+
+    ``EVERY_SECOND_PRODUCT`` among them means by operator: the results of attention and of every second product are kept, everything
+    else is made again (torchtitan's per-op activation checkpointing).
+    """
+
+    mode: RecomputeMode = RecomputeMode.NONE
+    op_classes: tuple[str, ...] = ()
+
+    @property
+    def by_operator(self) -> bool:
+        """Whether results of operators are kept instead of what the other ops save."""
+        return self.mode == RecomputeMode.SELECTIVE and EVERY_SECOND_PRODUCT in self.op_classes
+
+
+class MemoryWalk:
+    """Bytes held while the block's ops run forward and backward, by the storage each tensor lives in."""
+
+    def __init__(
+        self, placed: PlacedBlock, prices: list[OpPrice], batch: int, seq: int, pricer: OpPricer, recompute: RecomputeChoice
+    ) -> None:
+        self.placed, self.prices, self.batch, self.seq, self.dtype = placed, prices, batch, seq, pricer.compute_dtype
+        self.recompute = recompute
+        self.weights = {name for name, tensor in placed.params.items() if tensor.kind in ("param", "buffer")}
+        self.sizes: dict[str, float] = {}
+        for tensor in (*placed.inputs, *(t for op in placed.ops for t in (*op.inputs, *op.outputs))):
+            self.sizes.setdefault(tensor.root, 0.0)
+            self.sizes[tensor.root] = max(self.sizes[tensor.root], self.bytes_of(tensor))
+        if pricer.kernels.loss == "fused":
+            for op in placed.ops:
+                if op.op_class == OpClass.LOSS:
+                    self.sizes[op.inputs[0].root] *= FUSED_LOSS_CHUNK
+        self.saved_by_op = [self._saved(op, price) for op, price in zip(placed.ops, prices, strict=True)]
+        self.recomputed = self._recomputed_ops()
+        self.kept_by_op = [set() if index in self.recomputed else saved for index, saved in enumerate(self.saved_by_op)]
+        if recompute.by_operator:
+            for index, op in enumerate(placed.ops):
+                self.kept_by_op[index] = set() if index in self.recomputed else {tensor.root for tensor in op.outputs}
+            if self.kept_by_op:
+                self.kept_by_op[0] = self.kept_by_op[0] | {tensor.root for tensor in placed.inputs}
+
+    def bytes_of(self, tensor: LocalTensor) -> float:
+        """Local bytes of a tensor."""
+        return float(numeric_tensor(tensor, self.batch, self.seq, self.dtype).bytes)
+
+    def _saved(self, op: LocalOp, price: OpPrice) -> set[str]:
+        tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
+        tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
+        return {tensor.root for tensor in tensors if tensor.root not in self.weights}
+
+    def _recomputed_ops(self) -> frozenset[int]:
+        """Positions of the ops that selective recompute runs again."""
+        if self.recompute.mode != RecomputeMode.SELECTIVE:
+            return frozenset()
+        ops = self.placed.ops
+        if not self.recompute.by_operator:
+            return frozenset(index for index, op in enumerate(ops) if op.op_class.value in self.recompute.op_classes)
+        products = [index for index, op in enumerate(ops) if op.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM)]
+        kept = {*products[::2], *(index for index, op in enumerate(ops) if op.op_class == OpClass.ATTENTION)}
+        return frozenset(range(len(ops))) - kept
+
+    def last_saving_op(self) -> int:
+        """Index of the last op that keeps anything: recompute runs up to it (early stop)."""
+        keeps = [index for index, price in enumerate(self.prices) if self.saved_by_op[index] or price.saved_extra_bytes]
+        return keeps[-1] if keeps else -1
+
+    def _extra(self, index: int) -> float:
+        return 0.0 if index in self.recomputed else self.prices[index].saved_extra_bytes
+
+    def all_saved_bytes(self) -> float:
+        """What an uncheckpointed forward keeps."""
+        roots = set().union(*self.kept_by_op) if self.kept_by_op else set()
+        return sum(self.sizes[root] for root in roots) + sum(self._extra(index) for index in range(len(self.prices)))
+
+    def saved_bytes(self) -> float:
+        """What is kept between forward and backward."""
+        if self.recompute.mode == RecomputeMode.FULL:
+            return sum(self.bytes_of(tensor) for tensor in self.placed.inputs)
+        return self.all_saved_bytes()
+
+    def forward_peak(self) -> float:
+        """Most bytes held during forward beyond what is kept at its end (the unit's input not counted unless kept)."""
+        keep_all = self.recompute.mode != RecomputeMode.FULL
+        return max(0.0, self._forward_curve(keep_all) - self.saved_bytes())
+
+    def _forward_curve(self, keep: bool) -> float:
+        """Peak of live bytes while running forward, with (or without) what autograd keeps."""
+        last_use: dict[str, int] = {}
+        for index, op in enumerate(self.placed.ops):
+            last_use.update({tensor.root: index for tensor in op.inputs})
+        outputs = {tensor.root for tensor in self.placed.outputs}
+        live = {tensor.root for tensor in self.placed.inputs}
+        kept: set[str] = set() if keep else {tensor.root for tensor in self.placed.inputs}
+        extra = peak = 0.0
+        for index, op in enumerate(self.placed.ops):
+            live |= {tensor.root for tensor in op.outputs}
+            if keep:
+                kept |= self.kept_by_op[index]
+                extra += self._extra(index)
+            now = sum(self.sizes[root] for root in (live | kept) - self.weights) + extra
+            peak = max(peak, now + self.prices[index].forward_workspace_bytes)
+            live = {root for root in live if last_use.get(root, -1) > index or root in outputs}
+        return peak
+
+    def backward_peak(self) -> float:
+        """Most bytes held in backward beyond what was kept before it: activation gradients, temporaries, recomputed tensors.
+
+        Walks the ops in reverse: the gradient of each result lives from its first use until the op's backward ran; what an op
+        kept is freed once no earlier op kept it too. Weight gradients are counted elsewhere.
+        """
+        start = self.saved_bytes()
+        held = self.all_saved_bytes() + (start if self.recompute.mode == RecomputeMode.FULL else 0.0)
+        if self.recompute.mode == RecomputeMode.SELECTIVE:
+            held += self._recomputed_bytes()
+        first_keeper: dict[str, int] = {}
+        for index in reversed(range(len(self.placed.ops))):
+            for root in self.saved_by_op[index] if self.recompute.mode == RecomputeMode.SELECTIVE else self.kept_by_op[index]:
+                first_keeper[root] = index
+        grads = {tensor.root for tensor in self.placed.outputs if tensor.requires_grad}
+        peak = held + sum(self.sizes[root] for root in grads)
+        for index in reversed(range(len(self.placed.ops))):
+            op, price = self.placed.ops[index], self.prices[index]
+            if not any(tensor.requires_grad for tensor in op.outputs):
+                continue
+            produced = {tensor.root for tensor in op.inputs if tensor.requires_grad and tensor.root not in self.weights}
+            now = held + sum(self.sizes[root] for root in grads | produced) + price.backward_workspace_bytes
+            peak = max(peak, now)
+            results = {tensor.root for tensor in op.outputs}
+            grads = (grads | produced) - (results - produced)
+            held -= sum(self.sizes[root] for root, keeper in first_keeper.items() if keeper == index) + price.saved_extra_bytes
+        return max(0.0, peak - start)
+
+    def _recomputed_bytes(self) -> float:
+        again = set().union(*(saved for index, saved in enumerate(self.saved_by_op) if index in self.recomputed), set())
+        kept = set().union(*self.kept_by_op, set())
+        extra = sum(self.prices[index].saved_extra_bytes for index in self.recomputed)
+        return sum(self.sizes[root] for root in again - kept) + extra

@@ -1,0 +1,247 @@
+"""A table of published runs: reading, plans, predictions that never see a measurement, scores."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from planner.validate_runs.frameworks import framework_of, frameworks
+from planner.validate_runs.interleaved import interleaved_rows
+from planner.validate_runs.models import model_of
+from planner.validate_runs.plans import recompute_runs, sizes_of, split_units
+from planner.validate_runs.predict_row import RunPredictor, recompute_modes
+from planner.validate_runs.runs import PublishedRun, SkippedRun, read_runs, rows_of
+from planner.validate_runs.scores import summary
+from planner.validate_runs.validate import validate_rows
+from profiler.decoder_graph import decoder_graph
+from specs.errors import InvalidInput
+from specs.schedule import max_in_flight
+from specs.schedule import validate_rows as check_schedule
+
+GPT: dict[str, str] = {
+    "id": "A-1", "source": "Megatron-LM tables", "year": "2021", "model": "GPT", "family": "gpt", "layers": "8", "hidden": "512",
+    "ffn_hidden": "2048", "heads": "8", "kv_heads": "8", "vocab": "1024", "seq_len": "256", "gated_mlp": "0", "gpu": "A100-80GB",
+    "gpus_per_node": "8", "num_gpus": "16", "intra_link": "NVLink/NVSwitch", "inter_link_gbps_per_gpu": "200", "precision": "fp16",
+    "global_batch": "64", "micro_batch": "1", "tp": "2", "pp": "2", "vpp": "1", "cp": "1", "dp": "4", "zero_stage": "none",
+    "recompute": "full", "flash_attention": "0", "measured_step_s": "0.5", "measured_peak_mem_gib": "3",
+}  # fmt: skip
+LLAMA: dict[str, str] = {
+    **GPT, "id": "B-1", "source": "PyTorch torchtitan", "year": "2024", "family": "llama", "gated_mlp": "1", "precision": "bf16",
+    "tp": "1", "pp": "1", "dp": "16", "zero_stage": "fsdp", "recompute": "selective", "flash_attention": "1", "notes": "",
+    "measured_step_s": "", "measured_tokens_per_s_per_gpu": "8000", "measured_peak_mem_gib": "2.5",
+}  # fmt: skip
+
+
+def run_of(**changes: str) -> PublishedRun:
+    return rows_of([{**GPT, **changes}])[0].run
+
+
+def table(*records: dict[str, str]) -> str:
+    names = list(dict.fromkeys(name for record in records for name in record))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_wrong_cell_is_reported_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(table({**GPT, "layers": "many", "tp": "0", "gated_mlp": "maybe"}))
+    with pytest.raises(InvalidInput) as error:
+        read_runs(path)
+    assert [violation.loc for violation in error.value.violations] == [(2, "layers"), (2, "tp"), (2, "gated_mlp")]
+
+
+def test_a_table_without_required_columns_names_them(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("id,source\n1,x\n")
+    with pytest.raises(InvalidInput) as error:
+        read_runs(path)
+    assert {violation.code for violation in error.value.violations} == {"missing_column"}
+
+
+def test_blank_is_unknown_and_out_of_memory_is_read_from_the_notes() -> None:
+    row = rows_of(
+        [{**GPT, "micro_batch": "", "measured_step_s": "", "measured_peak_mem_gib": "", "notes": "measured 'OOM': 2 GPUs"}]
+    )[0]
+    assert row.run.micro_batch is None
+    assert row.measured.out_of_memory is True
+    assert rows_of([GPT])[0].measured.out_of_memory is False
+    silent = {**GPT, "measured_step_s": "", "measured_peak_mem_gib": ""}
+    assert rows_of([silent])[0].measured.out_of_memory is None
+
+
+def test_a_run_has_no_measured_field() -> None:
+    assert not [name for name in PublishedRun.__slots__ if "measured" in name]
+
+
+# --- models and frameworks ----------------------------------------------------------------------------------------------
+
+
+def test_published_size_tells_head_size_and_head_sharing() -> None:
+    # 2 x 48 layers' worth of wide heads: 4096 wide attention on a hidden size of 2048 is only told by the size
+    run = run_of(
+        family="llama",
+        gated_mlp="1",
+        layers="10",
+        hidden="2048",
+        heads="32",
+        kv_heads="4",
+        ffn_hidden="768",
+        vocab="1000",
+        params_b="0.2397",
+    )
+    settings = model_of(run).settings
+    assert (settings.head_dim, settings.tied_embeddings) == (128, False)
+    assert model_of(run_of()).settings.tied_embeddings
+
+
+def test_layers_that_no_graph_has_are_skipped() -> None:
+    with pytest.raises(SkippedRun) as error:
+        model_of(run_of(family="nemotron-h-moe"))
+    assert error.value.code == "layers_not_expressible"
+
+
+def test_framework_by_words_year_and_sizes() -> None:
+    assert framework_of(run_of()).name == "megatron_2021"
+    assert framework_of(run_of(year="2025")).name == "megatron_core"
+    assert framework_of(run_of(source="a blog", zero_stage="fsdp", year="2025")).name == "fsdp2"
+    assert framework_of(run_of(source="a blog", zero_stage="zero3", tp="1", pp="1", year="2025")).name == "deepspeed"
+    assert framework_of(run_of(source="Megatron-DeepSpeed runs")).name == "megatron_deepspeed"
+    assert framework_of(run_of(source="a blog", compile="1")).software.fusion == "compiler"
+    assert len({item.name for item in frameworks()}) == len(frameworks())
+    assert all(item.provenance for item in frameworks())
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), [(2, 2, 2), (2, 8, 3), (4, 8, 2), (4, 16, 4)])
+def test_interleaved_rows_are_a_valid_schedule(ranks: int, micro_batches: int, chunks: int) -> None:
+    rows = interleaved_rows(ranks, micro_batches, chunks)
+    assert check_schedule(rows, num_stages=ranks * chunks, num_micro_batches=micro_batches) == []
+    if micro_batches > ranks:  # arXiv 2104.04473: 2 (p - 1) + (v - 1) p warm-up passes on the first rank, and one more in flight
+        assert max_in_flight(rows[0]) == 2 * (ranks - 1) + (chunks - 1) * ranks + 1
+
+
+def test_units_of_stages() -> None:
+    assert split_units(run_of(layers="8"), 2) == [5, 5]
+    assert sum(split_units(run_of(layers="10"), 4)) == 12
+    counted = split_units(run_of(layers="70", notes="pp partition type:transformer|embedding"), 12)
+    assert sum(counted) == 72
+    assert set(counted) == {6}
+    cut = split_units(run_of(layers="24", notes="pipeline cut over 30 stages units [0, 8, 14, 20, 30]"), 4)
+    assert sum(cut) == 26
+
+
+def test_sizes_that_do_not_match_are_skipped() -> None:
+    for changes, code in (
+        ({"num_gpus": "15"}, "sizes_do_not_match"), ({"global_batch": ""}, "batch_not_given"),
+        ({"offload": "optimizer"}, "offload"),
+        ({"notes": "LoRA"}, "frozen_base"), ({"schedule": "zbv"}, "schedule_not_expressible"),
+    ):  # fmt: skip
+        run = run_of(**changes)
+        with pytest.raises(SkippedRun) as error:
+            sizes_of(run, framework_of(run), [])
+        assert error.value.code == code
+
+
+def test_recompute_leaves_embedding_and_tail_alone() -> None:
+    runs = recompute_runs("full", 0, 10, 10)
+    assert [(item.first_unit, item.num_units) for item in runs] == [(1, 8)]
+    assert [item.first_unit for item in recompute_runs("full", 0, 10, 10, every=2)] == [2, 4, 6, 8]
+    assert recompute_modes(run_of(recompute=""), "math", "layers") == ("none", "attention", "full")
+
+
+# --- predictions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def predictor() -> RunPredictor:
+    return RunPredictor(decoder_graph)
+
+
+def test_long_steps_equal_the_whole_simulation(predictor: RunPredictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simulator import steady_state
+
+    for changes in (
+        {"global_batch": "256"},
+        {"vpp": "2", "global_batch": "256"},
+        {"tp": "1", "pp": "1", "dp": "16", "zero_stage": "fsdp", "global_batch": "512"},
+    ):
+        run = run_of(**changes)
+        short = predictor.predict(run).prediction
+        with monkeypatch.context() as patch:
+            patch.setattr(steady_state, "window", lambda count, pp, chunks=1: steady_state.Window(None, count))
+            whole = predictor.predict(run).prediction
+        assert short.step_time_s == pytest.approx(whole.step_time_s, rel=2e-3)
+        assert short.memory.peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=1e-6)
+        assert sum(short.waterfall.values()) == pytest.approx(short.step_time_s, rel=1e-6)
+
+
+def test_predictions_do_not_look_at_measurements() -> None:
+    records = [GPT, LLAMA, {**GPT, "id": "A-2", "pp": "1", "dp": "8"}, {**LLAMA, "id": "B-2", "compile": "1", "zero_stage": "hsdp"}]
+    generator = random.Random(3)
+    shuffled = []
+    for record in records:
+        noise = {name: str(generator.uniform(0.1, 100)) for name in record if name.startswith("measured_")}
+        shuffled.append({**record, **noise, "measured_mfu": "0.5", "measured_tflops_per_gpu": "250"})
+    plain, other = (validate_rows(rows_of(items), decoder_graph) for items in (records, shuffled))
+    assert len(plain.judged) == len(records)
+    for one, two in zip(plain.judged, other.judged, strict=True):
+        assert one.predicted.prediction == two.predicted.prediction
+        assert (one.predicted.fits, one.predicted.strategy) == (two.predicted.fits, two.predicted.strategy)
+
+
+def test_more_devices_and_less_work_are_faster(predictor: RunPredictor) -> None:
+    base = predictor.predict(run_of()).prediction.step_time_s
+    assert predictor.predict(run_of(num_gpus="32", dp="8")).prediction.step_time_s < base
+    assert predictor.predict(run_of(recompute="none")).prediction.step_time_s < base
+    assert predictor.predict(run_of(inter_link_gbps_per_gpu="10")).prediction.step_time_s > base
+
+
+def test_context_and_expert_parallel_rows_are_predicted(predictor: RunPredictor) -> None:
+    long = rows_of([{**LLAMA, "seq_len": "4096", "cp": "4", "dp": "4", "global_batch": "16"}])[0].run
+    moe = {**LLAMA, "moe_experts": "8", "moe_topk": "2", "ep": "8", "recompute": "none"}
+    assert predictor.predict(long).prediction.waterfall["cp_comm"] > 0
+    spread, whole = (predictor.predict(rows_of([item])[0].run) for item in (moe, {**moe, "ep": "1"}))
+    assert spread.prediction.waterfall["ep_comm"] > 0
+    assert spread.prediction.memory.terms["gathered"] < whole.prediction.memory.terms["gathered"]
+
+
+# --- scores and the command line --------------------------------------------------------------------------------------
+
+
+def test_summary_by_hand() -> None:
+    found = summary([0.1, -0.2, 0.3, -0.4])
+    assert found == {"rows": 4, "median_ape": 0.25, "p90_ape": 0.4, "mape": 0.25, "bias": pytest.approx(-0.05)}
+    assert summary([])["median_ape"] is None
+
+
+def test_validate_prints_one_document_and_writes_every_row(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
+    runs.write_text(table({**GPT, **dict.fromkeys(LLAMA, "")} | GPT, LLAMA, {**GPT, "id": "A-3", "family": "mamba"}))
+    result = CliRunner().invoke(app, ["validate", str(runs), "-o", str(out), "--json"])
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout)
+    assert (document["rows"], document["predicted_rows"]) == (3, 2)
+    assert document["skipped"]["by_reason"] == {"layers_not_expressible": 1}
+    assert document["step_time"]["rows"] == document["peak_memory"]["rows"] == 2
+    assert set(document["by_source"]) == {"Megatron-LM tables", "PyTorch torchtitan"}
+    lines = list(csv.DictReader(out.open()))
+    assert [line["id"] for line in lines] == ["A-1", "B-1", "A-3"]
+    terms = sum(float(value) for name, value in lines[0].items() if name.startswith("time_") and value)
+    assert terms == pytest.approx(float(lines[0]["predicted_step_s"]), rel=1e-4)
+    assert lines[2]["status"].startswith("skipped: layers_not_expressible")
