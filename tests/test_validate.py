@@ -145,7 +145,7 @@ def test_recompute_runs() -> None:
 
 
 def test_memory_is_checked_on_demand() -> None:
-    small = gpu_cluster(8, memory_gib=1.6)
+    small = gpu_cluster(8, memory_gib=1.45)
     plan = plan_from_strategy("tp=2 micro_batch=4", GRAPH, small, WORKLOAD)
     assert validate(plan, GRAPH, small, WORKLOAD) == []
     (found,) = validate(plan, GRAPH, small, WORKLOAD, check_memory=True)
