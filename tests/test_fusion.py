@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_ring_over_nodes_by_hand() -> None:
     hops = simple.base_s + 14 * simple.intra_hop_s + 1 * simple.inter_hop_s
     assert ring_s("all_gather", large, 1.0, ranks, nodes, 200e9, 100e9, 0.0) == pytest.approx(expected + hops)
     small = [ring_s("all_gather", 1e3, 1.0, 8 * count, count, 200e9, 100e9, 0.0) for count in (2, 4, 8, 16)]
-    assert all(low < high for low, high in zip(small, small[1:], strict=False))
+    assert all(low < high for low, high in pairwise(small))
 
 
 def test_attention_generations() -> None:
