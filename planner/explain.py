@@ -93,7 +93,7 @@ def _nearest(candidates: Candidates, chosen: Confirmed, choice: _Choice) -> str:
     missed = candidates.memory_misses.get(closest)
     if missed is not None:
         return f"anything else does not fit; {value} misses {format_bytes(missed.missing_bytes)} on its fullest device"
-    need = f"at least {fill:.2f} x the memory" if np.isfinite(fill) else "more memory than a single layer leaves"
+    need = f"at least {max(fill - 1, 1e-3):.1%} more memory" if np.isfinite(fill) else "more memory for a single unit alone"
     return f"anything else does not fit; {value} needs {need}"
 
 

@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class UnitPrices:
     """Per kind, on one device at one micro-batch: seconds forward and backward (recompute and tensor-parallel collectives
-    inside), bytes saved, transient peaks beyond them, bytes that enter and leave, elements whose gradients are summed over tp."""
+    inside), bytes saved, transient peaks beyond them, bytes that enter and leave, elements whose gradients are summed over tp; of
+    the seconds the compute alone."""
 
     forward_s: Floats
     backward_s: Floats
@@ -37,6 +38,8 @@ class UnitPrices:
     input_bytes: Floats
     output_bytes: Floats
     partial_grad_elements: Floats
+    forward_compute_s: Floats
+    backward_compute_s: Floats
 
     def row(self, index: int) -> UnitPrices:
         """One entry of the leading axis."""
@@ -137,6 +140,8 @@ class Prices:
                 input_bytes=np.array([cost.input_bytes for cost in costs]),
                 output_bytes=np.array([cost.output_bytes for cost in costs]),
                 partial_grad_elements=np.array([cost.partial_grad_elements for cost in costs]),
+                forward_compute_s=np.array([cost.forward_s for cost in costs]) * slowdown,
+                backward_compute_s=np.array([cost.backward_s + cost.recompute_s for cost in costs]) * slowdown,
             )
         return self._units[key]
 

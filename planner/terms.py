@@ -74,7 +74,10 @@ def pipeline_terms(
     if not sharded:
         reduce = shards.all_reduce_s if zero == 0 else shards.all_reduce_s * 0.0
         return PipelineTerms(units.forward_s, backward, add, none, none, reduce, ((reduce + none, 0.0),))
+    gather_wait, reduce_wait = rank_waits_s(prices, site, device, units)
+    backward = backward + (reduce_wait if zero >= 2 else 0.0)
     first, wait = _first_forward(prices, rules, shards, units.forward_s)
+    first = first + gather_wait
     if rules.reduce_inline:  # on the compute queue, but a stage's last reduction comes after its gradient has been sent on
         both = units.forward_s + backward + shards.reduce_s if zero >= 2 else None
         tails = ((shards.reduce_s + none, 0.0),)
@@ -131,22 +134,24 @@ def single_stage_s(
     if zero == 0 and site.dp_shape.size > 1:
         total, final = ddp_buckets_s(prices, site, bucket_bytes or CollectiveOptions().bucket_bytes)
         copied = last + shards.bucket_copy_s @ counts
+        after = after + _skew_s(prices, device, site, m * ((units.forward_compute_s + units.backward_compute_s) @ counts))
         end = np.maximum(overlap_s(rules, copied, total - final) + final, copied + after)
         return before_last + end + optimizer
     if not sharded:
         return before_last + last + after + optimizer
+    gather_wait, reduce_wait = (wait @ counts for wait in rank_waits_s(prices, site, device, units))
     if zero == 3:
-        return _fully_sharded_s(prices, rules, shards, forward, first, m, after) + optimizer
+        return _fully_sharded_s(prices, rules, shards, forward + gather_wait, first + reduce_wait, m, after) + optimizer
     gather, first_gather = shards.gather_s @ counts, shards.gather_s[prices.first_kind]
     reduce, last_reduce = shards.reduce_s @ counts, shards.reduce_s[prices.first_kind]
-    front = forward + shards.unpack_s @ counts
+    front = forward + shards.unpack_s @ counts + gather_wait
     front = front + gather if rules.gather_inline else first_gather + overlap_s(rules, front, gather - first_gather)
     if zero == 1:
-        rest = front + before_last - forward
+        rest, last = front + before_last - forward, last + reduce_wait
         if rules.reduce_inline:
             return rest + last + reduce + after + optimizer
         return rest + np.maximum(overlap_s(rules, last, reduce - last_reduce) + last_reduce, last + after) + optimizer
-    rest = (m - 1) * forward + m * first
+    rest = (m - 1) * forward + m * (first + reduce_wait)
     if rules.reduce_inline:
         return front + rest + m * reduce + after + optimizer
     return front + np.maximum(overlap_s(rules, rest, m * reduce - last_reduce) + last_reduce, rest + after) + optimizer
@@ -172,6 +177,20 @@ def _fully_sharded_s(
         last = float(shards.reduce_s[prices.first_kind])
         comm = comm + m * (shards.reduce_s @ counts) - last
     return first + np.maximum(overlap_s(rules, compute, comm) + last, compute + after)
+
+
+def rank_waits_s(prices: Prices, site: Site, device: tuple[str, float], units: UnitPrices) -> tuple[Floats, Floats]:
+    """Waiting for the slowest dp rank at a unit's gather, and at its reduction; zero where skew was not measured."""
+    return _skew_s(prices, device, site, units.forward_compute_s / device[1]), _skew_s(
+        prices, device, site, units.backward_compute_s
+    )
+
+
+def _skew_s(prices: Prices, device: tuple[str, float], site: Site, work_s: Any) -> Any:
+    profile = prices.model.pricer(device[0]).profile
+    if profile is None or not profile.rank_skew or site.dp_shape.size < 2:
+        return 0.0 * np.asarray(work_s)
+    return np.vectorize(lambda work: prices.model.skew_wait_s(device[0], float(work), site.dp_shape.size))(work_s)
 
 
 def ddp_buckets_s(prices: Prices, site: Site, bucket_bytes: float) -> tuple[float, float]:

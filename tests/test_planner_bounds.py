@@ -25,6 +25,7 @@ from simulator.unit_cost import RecomputeChoice
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
 from specs.plan import RecomputeMode
+from specs.profile import DeviceProfile, OverlapRecord, Profile, RankSkew
 from specs.training import TrainingSpec
 from tests.blocks import llama_graph
 from tests.plans import gpu_cluster, make_plan
@@ -58,28 +59,39 @@ def unlike_cluster(
     return ClusterSpec.parse({"name": "unlike", "backend": backend, "nodes": groups, "device_types": types})
 
 
-def bounded(graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> tuple[CostModel, Prices, Space, Bounds]:
-    model = CostModel(graph, cluster, workload)
+def profile_with_skew() -> Profile:
+    """Ranks that wait for each other, and resources that slow each other down, as measured."""
+    skew = (RankSkew(horizon_s=1e-3, excess=0.2, samples=5), RankSkew(horizon_s=0.1, excess=0.1, samples=5))
+    overlap = (OverlapRecord(first="compute", second="all_reduce", first_slowdown=1.5, second_slowdown=1.7),)
+    return Profile(devices=(DeviceProfile(device="fast", rank_skew=skew, overlap=overlap),))
+
+
+def bounded(
+    graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None = None
+) -> tuple[CostModel, Prices, Space, Bounds]:
+    model = CostModel(graph, cluster, workload, profile)
     prices = Prices(model)
     space = enumerate_space(graph, workload, pools(cluster))
     return model, prices, space, compute_bounds(prices, space)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cluster", "global_batch", "seq_len"),
+    ("sizes", "cluster", "global_batch", "seq_len", "profile"),
     [
-        (BIG, unlike_cluster(nodes=(2, 1)), 16, 1024),
-        (BIG, unlike_cluster(nodes=(4, 0), inter=0.5), 48, 128),
-        (BIG, unlike_cluster(nodes=(2, 0), slow=True, inter=50), 8, 2048),
-        (BIG, unlike_cluster(nodes=(2, 1), backend="gloo"), 8, 512),
-        ({"layers": 10}, unlike_cluster(nodes=(1, 0), backend="gloo"), 16, 128),
-        ({"layers": 5}, unlike_cluster(nodes=(1, 1), slow=True, inter=2), 24, 256),
+        (BIG, unlike_cluster(nodes=(2, 1)), 16, 1024, None),
+        (BIG, unlike_cluster(nodes=(4, 0), inter=0.5), 48, 128, None),
+        (BIG, unlike_cluster(nodes=(2, 0), slow=True, inter=50), 8, 2048, None),
+        (BIG, unlike_cluster(nodes=(2, 1), backend="gloo"), 8, 512, None),
+        ({"layers": 10}, unlike_cluster(nodes=(1, 0), backend="gloo"), 16, 128, None),
+        ({"layers": 5}, unlike_cluster(nodes=(1, 1), slow=True, inter=2), 24, 256, None),
+        ({"layers": 6}, unlike_cluster(nodes=(1, 0), backend="gloo"), 16, 128, profile_with_skew()),
+        (BIG, unlike_cluster(nodes=(1, 0)), 16, 1024, profile_with_skew()),
     ],
-    ids=["unlike", "slow network", "straggler", "unlike gloo", "small gloo", "small unlike"],
+    ids=["unlike", "slow network", "straggler", "unlike gloo", "small gloo", "small unlike", "skew gloo", "skew"],
 )
-def test_bounds_hold_for_random_strategies(sizes, cluster, global_batch, seq_len) -> None:
+def test_bounds_hold_for_random_strategies(sizes, cluster, global_batch, seq_len, profile) -> None:
     graph, workload = llama_graph(**sizes), TrainingSpec(global_batch=global_batch, seq_len=seq_len)
-    model, prices, space, bounds = bounded(graph, cluster, workload)
+    model, prices, space, bounds = bounded(graph, cluster, workload, profile)
     refiner, assembler = Refiner(prices), Assembler(graph, cluster, workload)
     rows = np.flatnonzero(bounds.fits).tolist()
     tightest = np.inf
