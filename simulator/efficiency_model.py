@@ -21,6 +21,10 @@ from specs.cluster import DeviceType
 UNCHECKED_ERROR = 0.3
 # No price is called worse than this: half of an interval around it must not reach zero.
 LARGEST_ERROR = 0.9
+# Micro-benchmarks time a product by itself on a cool chip; in a step its clock follows the load of the last tens of
+# milliseconds. So heat is taken at no less than that of a large product of a step (1e12 FLOP: 2 decades above 1e10). Layers timed
+# one after another (Vidur) run 6 % (A100) and 10 % (H100) slower than the same products by themselves; this explains half.
+STEP_HEAT_DECADES = 2.0
 # A chip whose power limit holds products below their usual share holds attention there too.
 ATTENTION_OF_PRODUCTS = 1.05
 # Head sizes further apart than this factor are no neighbours: another backend that knows the size is asked first.
@@ -57,7 +61,7 @@ class Model:
         self.family = priors().families.get(family_of(device))
         self.chip = Chip(device.peak_flop_per_s[dtype], device.memory_bandwidth_bytes_per_s, device.sm_count or 1)
         self.product_fit = self._product_fit()
-        self.product: ProductTime = product_time(self.product_fit, self.chip)
+        self.product: ProductTime = product_time(self.product_fit, self.chip, STEP_HEAT_DECADES)
         self.backward_factor = next((self.own.backward[name] for name in same_rate(dtype) if name in self.own.backward), 1.0) \
             if self.own else 1.0  # fmt: skip
         self.grouped_fit = self._first(lambda item: item.grouped_gemm)

@@ -20,6 +20,7 @@ from profiler.fit.forms import (
     Chip,
     Space,
     attention_time_s,
+    joined,
     product_time_s,
     products,
     tile_grid,
@@ -356,3 +357,8 @@ def test_backward_of_attention_is_slower_than_forward_flop_say() -> None:
     )
     assert backward.flop[0] == 2.5 * forward.flop[0]
     assert ATTENTION.names[0] == "efficiency"
+
+
+def test_batched_products_are_joined_to_the_others() -> None:
+    both = joined(products(2.0, 3.0, 4.0), products([5.0, 6.0], 7.0, 8.0, 9.0))
+    assert list(both.flop) == [48.0, 2 * 5 * 7 * 8 * 9.0, 2 * 6 * 7 * 8 * 9.0]

@@ -10,7 +10,7 @@ tile       over tiles (tm, tn) and splits s of k:  tiles = ceil(m/tm) ceil(n/tn)
 attention  t = t0 + max(F / (e P) (1 + s0/S) u, Q / (.8 W)),  u = max(1, 1 + c (ceil(w)/w - 1)),  w = ceil(S/128) batch heads / SM
 stream     t = t0 + Q / (e W)
 
-heat = 1 + h clip(log10(F / 1e10), 0, 2.5): large products draw more power, and the clock drops.
+heat = 1 + h clip(log10(F / 1e10), 0, 3.5): long products draw more power, and the clock drops.
 No form goes below F/P: nothing runs above the peak.
 """
 
@@ -31,7 +31,7 @@ SPLITS = (1, 2, 4, 8, 16)
 K_STEP = 32
 REFERENCE_EDGE = 1 / 128 + 1 / 256
 HEAT_FROM_FLOP = 1e10
-HEAT_DECADES = 2.5
+HEAT_DECADES = 3.5
 ATTENTION_ROWS = 128
 ATTENTION_BANDWIDTH_EFFICIENCY = 0.8
 
@@ -69,14 +69,14 @@ TILE = Space(
         "compute_efficiency", "tile_edge", "wave_s", "floor_s", "heat", "bandwidth_efficiency", "sharpness", "split_s", "fill",
     ),
     low=(0.2, 0.0, 0.0, 0.0, 0.0, 0.3, 1.2, 0.0, 0.2),
-    high=(1.2, 200.0, 2e-5, 6e-5, 0.5, 1.1, 8.0, 2e-5, 8.0),
+    high=(1.2, 200.0, 2e-5, 6e-5, 0.5, 1.0, 8.0, 2e-5, 8.0),
     start=(0.88, 2.0, 5e-7, 2.3e-6, 0.08, 0.9, 2.5, 2e-6, 2.0),
     step=(0.1, 5.0, 1e-6, 1e-6, 0.05, 0.1, 0.5, 1e-6, 0.5),
 )  # fmt: skip
 SMOOTH = Space(
     names=("compute_efficiency", "half_m", "half_n", "half_k", "floor_s", "heat", "bandwidth_efficiency", "sharpness"),
     low=(0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.2, 1.0),
-    high=(1.2, 400.0, 2000.0, 400.0, 6e-5, 0.5, 1.1, 8.0),
+    high=(1.2, 400.0, 2000.0, 400.0, 6e-5, 0.5, 1.0, 8.0),
     start=(0.75, 50.0, 50.0, 50.0, 4e-6, 0.05, 0.85, 3.0),
     step=(0.1, 30.0, 30.0, 30.0, 1e-6, 0.05, 0.1, 0.5),
 )
@@ -124,6 +124,12 @@ def products(m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1.0, *
     """Products with operands and results of ``dtype_bytes`` each."""
     m, n, k, batch = (np.array(x, dtype=float) for x in np.broadcast_arrays(*np.atleast_1d(m, n, k, batch)))
     return Products(m, n, k, batch, (m * k + k * n + m * n) * batch * dtype_bytes)
+
+
+def joined(*parts: Products) -> Products:
+    """Rows of several sets, one after another."""
+    columns = zip(*((part.m, part.n, part.k, part.batch, part.moved) for part in parts), strict=True)
+    return Products(*(np.concatenate(column) for column in columns))
 
 
 @dataclass(frozen=True, slots=True)

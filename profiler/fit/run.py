@@ -121,7 +121,7 @@ def _errors(
     specs_only = summary([item.specs_only for item in left_out], "left out, specs alone")
     return {
         "note": "Errors of the fits on data that they did not see: APE = |predicted / measured - 1|, fractions. "
-        "Products: m >= 256, n and k >= 512 unless 'all_'.",
+        "Products: m >= 256, n and k >= 512 unless 'all_'. Layers are sums over pairs of which most were fitted.",
         "targets": TARGETS,
         "summary": {
             "gemm_devices": len(tensor),

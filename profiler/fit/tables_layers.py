@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from profiler.fit.forms import products
+from profiler.fit.forms import Products, joined, products
 from profiler.fit.tables import Frame, ProductTable, read_table, table_of
 
 Array = NDArray[np.float64]
@@ -91,18 +91,36 @@ def _with_model_sizes(frame: Frame) -> Frame:
 
 def _megatron_products(data: Path) -> Iterator[ProductTable]:
     for device, dtype, sound, laboratory, source, ops in _megatron(data):
-        frame = _with_model_sizes(ops[ops["op_name"].isin((*_MEGATRON_PRODUCTS, "enc-1st-layernorm"))])
-        frame = frame[frame["weights"] > 0]
-        elements = frame["weights"] * MIB / 2
-        hidden = frame["hidden"]
-        inward = frame["op_name"] == "enc-MLP-GEMM-2"  # reduces over the FFN width; the others reduce over hidden
-        other = (elements / hidden).round()
-        n, k = np.where(inward, hidden, other), np.where(inward, other, hidden)
-        shape = products(frame["tokens"], n, k)
-        yield table_of(device, dtype, laboratory, source, shape, _seconds(frame["forward-compute"]), eager=True)
+        frame = _with_model_sizes(ops)
+        weights, batched = _weight_products(frame), _attention_products(frame)
+        shape = joined(weights[0], batched[0])
+        time_s = np.concatenate([weights[1], batched[1]])
+        yield table_of(device, dtype, laboratory, source, shape, time_s, eager=True)
         if sound:
-            time_s = _seconds(frame["backward-compute"])
-            yield table_of(device, dtype, laboratory, source, shape, time_s, eager=True, backward=True)
+            yield table_of(device, dtype, laboratory, source, weights[0], weights[2], eager=True, backward=True)
+
+
+def _weight_products(frame: Frame) -> tuple[Products, Array, Array]:
+    """Products with a weight, their forward and their backward times."""
+    frame = frame[frame["op_name"].isin(_MEGATRON_PRODUCTS) & (frame["weights"] > 0)]
+    hidden = frame["hidden"]
+    other = (frame["weights"] * MIB / 2 / hidden).round()
+    inward = frame["op_name"] == "enc-MLP-GEMM-2"  # reduces over the FFN width; the others reduce over hidden
+    shape = products(frame["tokens"], np.where(inward, hidden, other), np.where(inward, other, hidden))
+    return shape, _seconds(frame["forward-compute"]), _seconds(frame["backward-compute"])
+
+
+def _attention_products(frame: Frame) -> tuple[Products, Array]:
+    """Batched products of unfused attention, forward. The score op's result holds the scores and two streams passed through."""
+    stream = frame["stream_mib"]
+    score, context = frame["op_name"] == "enc-attention-score", frame["op_name"] == "enc-attention-context"
+    frame = frame.assign(scores_mib=np.where(score, frame["output_size"], frame["input_size"]) - (2 * stream))[score | context]
+    length = frame["tokens"] / frame["mbs"]
+    batch = (frame["scores_mib"] * MIB / 2 / length**2).round()
+    head_dim = (frame["hidden"] * frame["mbs"] / batch).round()
+    is_score = frame["op_name"] == "enc-attention-score"
+    shape = products(length, np.where(is_score, length, head_dim), np.where(is_score, head_dim, length), batch)
+    return shape, _seconds(frame["forward-compute"])
 
 
 def _seconds(microseconds: Frame) -> Array:
