@@ -30,7 +30,7 @@ MOST_TIMES = 64
 def broken_limits(candidates: Candidates, fixed: Mapping[str, Any], *, fastest_s: float) -> list[BrokenLimit]:
     """The limits that no candidate keeps."""
     if not len(candidates.space.rows):
-        return _rules(candidates)
+        return _rules(candidates, fixed)
     limit_s = candidates.prices.model.workload.limits.max_step_time_s
     if limit_s is not None and np.isfinite(fastest_s):
         message = f"the fastest plan needs at least {format_seconds(fastest_s)} a step, the limit is {format_seconds(limit_s)}"
@@ -43,11 +43,15 @@ def broken_limits(candidates: Candidates, fixed: Mapping[str, Any], *, fastest_s
     return [_memory(candidates, fixed)]
 
 
-def _rules(candidates: Candidates) -> list[BrokenLimit]:
-    """No strategy keeps the rules: each broken one, with its nearest allowed value."""
+def _rules(candidates: Candidates, fixed: Mapping[str, Any]) -> list[BrokenLimit]:
+    """No strategy keeps the rules: each broken one (of the given fields, if they break any), with its nearest allowed value."""
+    examples = candidates.space.examples
+    given = {code: item for code, item in examples.items() if item.loc and item.loc[-1] in fixed}
     found = []
-    for code, violation in sorted(candidates.space.examples.items()):
+    for code, violation in sorted((given or examples).items()):
         relaxations = [f"{'.'.join(map(str, violation.loc))}={violation.nearest}"] if violation.nearest is not None else []
+        if code.startswith("batch_divisible"):
+            relaxations.append(f"a global batch that is a multiple of {violation.actual}")
         if violation.allowed is not None:
             relaxations.append(f"allowed: {violation.allowed}")
         needed = float(violation.actual) if isinstance(violation.actual, (int, float)) else None

@@ -330,3 +330,11 @@ def test_bounds_can_be_cut_short() -> None:
     bounds = compute_bounds(Prices(CostModel(graph, cluster, workload)), space, stop=lambda: True)
     assert not bounds.time_s.any()
     assert bounds.fits.all()
+
+
+def test_a_dp_that_the_batch_forbids_names_that_rule_alone() -> None:
+    workload = TrainingSpec(global_batch=16, seq_len=128)
+    answer = search(llama_graph(), gpu_cluster(8), workload, options=SearchOptions(strategy="dp=3"))
+    (limit,) = answer.limits
+    assert limit.limit == "batch_divisible_by_dp"
+    assert "a global batch that is a multiple of 3" in limit.relaxations
