@@ -13,6 +13,8 @@ import pytest
 from profiler.capture import capture_config
 from profiler.interpolate import CollectiveTable, OpTable
 from profiler.measure import local_cluster, profile_cluster
+from profiler.measure.assemble import collective_records
+from profiler.measure.collectives import CollectivesJob
 from profiler.measure.pool import WorkerPool
 from profiler.opset import OpClass
 from profiler.placement import place_block
@@ -174,6 +176,17 @@ def test_a_failing_task_brings_the_workers_own_words_and_cancelling_leaves_none(
     while _workers() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _workers() == []
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_a_rank_that_no_group_takes_waits_for_the_others() -> None:
+    job = CollectivesJob(("all_reduce", "p2p"), (2,), (1024, 4096), "float32", 0.1)
+    with WorkerPool(3) as pool:
+        ranks = pool.call("collectives", job)
+    assert [len(samples.spans) > 0 for samples in (rank[0] for rank in ranks)] == [True, True, False]
+    records = collective_records(job, ranks, "gloo")
+    assert [(record.op, record.group_size, len(record.times)) for record in records] == [("all_reduce", 2, 2), ("p2p", 2, 2)]
 
 
 def _workers() -> list[int]:

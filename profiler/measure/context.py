@@ -17,6 +17,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "uint8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
 
+TELLING_FRACTION = 0.2  # from here on the pace so far says when a task will end
+
 
 @dataclass
 class Worker:
@@ -27,7 +29,7 @@ class Worker:
     device: torch.device
     report: Callable[[float, float, str], None]
     baseline_bytes: float = 0.0
-    groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    groups: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
 
     @property
     def clock(self) -> Clock:
@@ -54,12 +56,13 @@ class Worker:
     def group(self, size: int) -> dist.ProcessGroup | None:
         """The group of ``size`` neighbouring ranks that this rank is in; ``None`` when it is left over. Collective call."""
         if size not in self.groups:
+            self.groups[size] = None
             for first in range(0, self.world_size - size + 1, size):
                 ranks = list(range(first, first + size))
                 made = dist.new_group(ranks)
                 if self.rank in ranks:
                     self.groups[size] = made
-        return self.groups.get(size)
+        return self.groups[size]
 
 
 class Deadline:
@@ -76,7 +79,8 @@ class Deadline:
     def report(self, fraction: float, message: str) -> None:
         """Tell how far the task is: ``fraction`` of what it must do at least; it ends with its budget, or later if need be."""
         elapsed = self.elapsed_s()
-        self._worker.report(elapsed, max(self._budget_s, elapsed / max(fraction, 1e-3)), message)
+        pace_s = elapsed / fraction if fraction >= TELLING_FRACTION else 0.0  # the first bit includes what happens only once
+        self._worker.report(elapsed, max(self._budget_s, pace_s, elapsed), message)
 
     def passed(self) -> bool:
         """Whether the budget is used up on some rank. Collective call."""
