@@ -25,7 +25,7 @@ class Settings(Spec):
         default="", description="SQLAlchemy URL: sqlite:///file or postgresql://...; empty = a file of this user"
     )
     host: str = "127.0.0.1"
-    port: int = Field(default=8321, ge=0, le=65535)
+    port: int = Field(default=8400, ge=0, le=65535)
     token: str | None = Field(default=None, description="bearer token that every request must carry; required off loopback")
     local_devices: int = Field(
         default=0,

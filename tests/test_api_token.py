@@ -26,3 +26,11 @@ def test_no_local_devices_no_executions(tmp_path: Path) -> None:
         response = client.post(f"{path}/executions", json={})
         assert response.status_code == 403
         assert "--local-devices" in response.json()["detail"]
+
+
+def test_plan_for_more_devices_than_are_registered(tmp_path: Path) -> None:
+    with serving(tmp_path, FakeEngine(), local_devices=2) as client:
+        path = client.post("/v1/plans", json={"model": CONFIG, "cluster": "local", "workload": WORKLOAD}).headers["Location"]
+        finished(client, path)
+    with serving(tmp_path, FakeEngine(), local_devices=1) as client:
+        assert client.post(f"{path}/executions", json={}).status_code == 409

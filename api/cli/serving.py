@@ -38,7 +38,7 @@ def serve(
 ) -> None:
     """Serve the HTTP API. Jobs that a crash or a stop interrupted go on.
 
-    Example: meshwright serve --port 8321 --local-devices 2
+    Example: meshwright serve --port 8400 --local-devices 2
     """
     import uvicorn
 

@@ -105,6 +105,9 @@ def create_execution(
     plan = chosen_plan(service, job)
     rows = service.reader.rows_of(job)
     _require_local(service, rows["cluster"])
+    here = service.settings.local_devices
+    if max(device for pipeline in plan.pipelines for stage in pipeline.stages for device in stage.devices) >= here:
+        raise ApiProblem(409, "too-few-devices", f"the plan uses {plan.world_size} devices, this service registers {here}")
     ids = {kind: row.id for kind, row in rows.items()}
     if request.profile is not None:
         ids["profile"] = service.reader.read({"profile": request.profile})["profile"].id
