@@ -84,6 +84,8 @@ def _expressible(run: PublishedRun) -> None:
         raise SkippedRun("frozen_base", "LoRA trains adapters beside a frozen base, which no captured model here has")
     if run.precision.lower() == "nvfp4":
         raise SkippedRun("precision_not_described", "no device of the catalogue has a 4-bit matrix rate")
+    if (run.pp or 1) > 1:
+        framework_schedule(run)
 
 
 def _zero(run: PublishedRun, framework: Framework) -> int:
@@ -221,7 +223,6 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
     stages = []
     for number, count in enumerate(counts):
         rank = number % sizes.pp
-        mode, _, every = recompute.partition("/")
         stages.append(
             Stage(
                 devices=tuple(range(rank * per_rank, (rank + 1) * per_rank)), first_unit=first, num_units=count,
