@@ -17,6 +17,7 @@ from profiler.op_rules import gemm_kernel
 from profiler.opset import Kernel, OpClass, base_name
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
 from simulator.pricing import OpPrice, OpPricer
+from specs.base import Provenance
 from specs.graph import DTYPE_BYTES
 
 POINTWISE = frozenset({OpClass.ELEMENTWISE, OpClass.COPY})
@@ -131,6 +132,7 @@ class Fusion:
         last = group.ops[-1]
         self.prices[last] = replace(
             self.prices[last], forward_s=forward, backward_s=backward, forward_kernels=1, backward_kernels=int(has_backward),
+            source=_least_known(old), relative_error=_pooled_error(old),
             saved_extra_bytes=sum(price.saved_extra_bytes for price in old),
             backward_workspace_bytes=max(price.backward_workspace_bytes for price in old),
         )  # fmt: skip
@@ -175,6 +177,16 @@ def saved_roots(op: LocalOp, price: OpPrice) -> set[str]:
     tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
     tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
     return {tensor.root for tensor in tensors if tensor.kind not in ("param", "buffer")}
+
+
+def _least_known(prices: Sequence[OpPrice]) -> Provenance:
+    known = [price.source for price in prices if price.seconds > 0]
+    return max(known, key=list(Provenance).index, default=Provenance.FITTED)
+
+
+def _pooled_error(prices: Sequence[OpPrice]) -> float:
+    total = sum(price.seconds for price in prices)
+    return sum(price.seconds * price.relative_error for price in prices) / total if total > 0 else 0.0
 
 
 def join_projections(
@@ -225,9 +237,12 @@ def add_shared_gradients(
         if sums > 0:
             tensor = next(item for item in placed.ops[members[0]].inputs if item.name == name)
             moved = 3 * sizes[tensor.name]
-            seconds = pricer.kernel_s(Kernel(OpClass.ELEMENTWISE, 0, moved, 0, backward=True))
-            first = priced[members[0]]
+            kernel = Kernel(OpClass.ELEMENTWISE, 0, moved, 0, backward=True)
+            first, seconds = priced[members[0]], sums * pricer.kernel_s(kernel)
+            total = first.seconds + seconds
+            error = first.seconds * first.relative_error + seconds * pricer.kernel_error(kernel)
             priced[members[0]] = replace(
-                first, backward_s=first.backward_s + sums * seconds, backward_kernels=first.backward_kernels + sums
-            )
+                first, backward_s=first.backward_s + seconds, backward_kernels=first.backward_kernels + sums,
+                relative_error=error / max(total, 1e-30),
+            )  # fmt: skip
     return priced

@@ -9,6 +9,7 @@ from simulator.efficiency import defaults, peak_flop_per_s
 from simulator.memory import MemoryPeak, MemoryRules, RankMemory
 from simulator.runtime_rules import memory_rules_for
 from simulator.step import RankStep, StepResult, StepSimulation
+from simulator.unit_cost import SourceShare
 from specs.base import Provenance
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
@@ -55,8 +56,8 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
         name: sum(weight * rank.terms.get(name, 0.0) for weight, rank in zip(weights, ranks, strict=True)) / sum(weights)
         for name in TIME_TERMS
     }
-    sources = _sources(result.ranks)
-    spread = _relative_spread(sources)
+    shares = _shares(result.ranks)
+    spread = _relative_spread(shares.values())
     flop = model.graph.flop(batch=1, seq=model.seq) * plan.global_batch
     return Prediction(
         plan_hash=plan.content_hash(),
@@ -74,7 +75,9 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
         link_bytes=_link_bytes(result.ranks),
         energy_j=_energy_j(model, ranks, step),
         cost_usd=_cost_usd(model, ranks, step),
-        provenance=tuple(sources),
+        provenance=tuple(
+            PriceSource(source=name.value, seconds=shares[name].seconds, num_ops=shares[name].num_ops) for name in sorted(shares)
+        ),
         assumptions=tuple(_assumptions(model, result.ranks)),
         flags=tuple(_flags(ranks)),
     )
@@ -145,26 +148,22 @@ def _flags(ranks: Iterable[RankPrediction]) -> list[str]:
     return ["tight"] if worst > 0.90 else []
 
 
-def _sources(ranks: Iterable[RankStep]) -> list[PriceSource]:
-    """Seconds of compute by the kind of number that they rest on."""
-    seconds: dict[Provenance, float] = {}
-    count: dict[Provenance, int] = {}
+def _shares(ranks: Iterable[RankStep]) -> dict[Provenance, SourceShare]:
+    """Compute of one micro-batch on every folded rank, by the kind of number that it rests on."""
+    found: dict[Provenance, SourceShare] = {}
     for rank in ranks:
         for cost in rank.stages.values():
             for unit in cost.units:
-                for source, value in unit.seconds_by_source.items():
-                    seconds[source] = seconds.get(source, 0.0) + value
-                    count[source] = count.get(source, 0) + 1
-    return [PriceSource(source=name.value, seconds=seconds[name], num_ops=count[name]) for name in sorted(seconds)]
+                for source, share in unit.by_source.items():
+                    found.setdefault(source, SourceShare()).add(share)
+    return found
 
 
-def _relative_spread(sources: list[PriceSource]) -> float:
-    """Half width of the interval: mean of the spreads of the sources, weighted by their seconds (values [assumed])."""
-    table = defaults()["interval"]
-    total = sum(item.seconds for item in sources)
-    if total <= 0:
-        return float(table["assumed"])
-    return float(sum(item.seconds * table.get(item.source, table["assumed"]) for item in sources) / total)
+def _relative_spread(shares: Iterable[SourceShare]) -> float:
+    """Half width of the interval: expected absolute errors of the ops, as if all erred the same way, over their seconds."""
+    listed = list(shares)
+    total = sum(item.seconds for item in listed)
+    return sum(item.error_s for item in listed) / total if total > 0 else float(defaults()["interval"]["assumed"])
 
 
 def _peak(model: CostModel, ranks: Iterable[RankPrediction]) -> float:

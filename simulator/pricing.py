@@ -12,7 +12,7 @@ from profiler.interpolate import OpTable
 from profiler.opset import DEFAULT_KERNELS, Call, Kernel, Kernels, OpClass, OpRule, Tensor, describe
 from profiler.placed import LocalOp, numeric_tensor
 from profiler.shapes import record_key
-from simulator.efficiency import defaults, kernel_time_s
+from simulator.efficiency import defaults, kernel_time_s, relative_error, source_of
 from simulator.software import NATIVE, Software, attention_slowdown
 from specs.base import Provenance
 from specs.cluster import DeviceType
@@ -24,7 +24,7 @@ class OpPrice:
     """Seconds of one op forward and backward, what memory it holds, and where the numbers come from.
 
     ``saved_inputs``/``saved_outputs`` are positions among the op's tensor arguments / results. ``*_kernels``: kernels whose launch
-    is not in the seconds (measured ones include it).
+    is not in the seconds (measured ones include it). ``relative_error``: expected of both passes together.
     """
 
     forward_s: float
@@ -39,10 +39,17 @@ class OpPrice:
     known: bool = True
     forward_kernels: int = 0
     backward_kernels: int = 0
+    relative_error: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Both passes."""
+        return self.forward_s + self.backward_s
 
 
 PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
-FREE = OpPrice(0.0, 0.0, (), (), 0.0, 0.0, 0.0, Provenance.MEASURED, "view")
+# Kernels that a software adds to a view (sums of gradients) are priced by the efficiency model.
+FREE = OpPrice(0.0, 0.0, (), (), 0.0, 0.0, 0.0, Provenance.FITTED, "view")
 
 
 def _lengthened(tensor: Tensor, factor: int) -> Tensor:
@@ -89,12 +96,21 @@ class OpPricer:
         if found is not None:
             return self._measured(op, rule, found.forward_s, found.backward_s, found.provenance, found.record, block)
         dtype = matmul_dtype if matmul_dtype is not None and op.op_class in PRODUCTS else self.compute_dtype
-        forward = sum(self.kernel_s(kernel, dtype) for kernel in rule.forward)
-        backward = sum(self.kernel_s(kernel, dtype) for kernel in rule.backward)
-        source = Provenance.FITTED if rule.known else Provenance.ASSUMED
+        return self._modelled(op, rule, dtype)
+
+    def _modelled(self, op: LocalOp, rule: OpRule, dtype: str) -> OpPrice:
+        """By the efficiency model; assumed as a whole where one of its kernels or its rule is."""
+        forward = [self.kernel_s(kernel, dtype) for kernel in rule.forward]
+        backward = [self.kernel_s(kernel, dtype) for kernel in rule.backward]
+        source, error_s = Provenance.FITTED if rule.known else Provenance.ASSUMED, 0.0
+        for kernel, seconds in zip((*rule.forward, *rule.backward), (*forward, *backward), strict=True):
+            error_s += seconds * self.kernel_error(kernel, dtype)
+            if source_of(kernel, self.device, dtype) == Provenance.ASSUMED:
+                source = Provenance.ASSUMED
         return OpPrice(
-            forward, backward, rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes), 0.0,
-            float(rule.backward_workspace_bytes), source, op.op.target, rule.known, len(rule.forward), len(rule.backward),
+            sum(forward), sum(backward), rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes), 0.0,
+            float(rule.backward_workspace_bytes), source, op.op.target, rule.known, len(forward), len(backward),
+            error_s / max(sum(forward) + sum(backward), 1e-30),
         )  # fmt: skip
 
     def kernel_s(self, kernel: Kernel, dtype: str | None = None) -> float:
@@ -103,6 +119,10 @@ class OpPricer:
         if kernel.op_class == OpClass.ATTENTION:
             seconds *= attention_slowdown(self.software.attention_generation, self.device.arch, backward=kernel.backward)
         return seconds
+
+    def kernel_error(self, kernel: Kernel, dtype: str | None = None) -> float:
+        """Expected relative error of :meth:`kernel_s` on unseen data."""
+        return relative_error(kernel, self.device, dtype or self.compute_dtype)
 
     def _is_measured_kernel(self, op_class: OpClass) -> bool:
         """Profiles measure torch's default kernels: flash attention and the full loss."""
@@ -133,5 +153,6 @@ class OpPricer:
                 record.backward_workspace_bytes if record.backward_workspace_bytes is not None else backward_workspace
             )
         return OpPrice(
-            forward_s, backward_s, saved_inputs, saved_outputs, extra, forward_workspace, backward_workspace, source, op.op.target
-        )
+            forward_s, backward_s, saved_inputs, saved_outputs, extra, forward_workspace, backward_workspace, source, op.op.target,
+            relative_error=float(defaults()["interval"][source.value]),
+        )  # fmt: skip

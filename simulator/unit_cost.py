@@ -17,6 +17,21 @@ from specs.graph import DTYPE_BYTES
 from specs.plan import RecomputeMode
 
 
+@dataclass(slots=True)
+class SourceShare:
+    """What rests on one kind of number: seconds forward and backward, their expected absolute error, and how many ops."""
+
+    seconds: float = 0.0
+    error_s: float = 0.0
+    num_ops: int = 0
+
+    def add(self, other: SourceShare) -> None:
+        """Count another share in."""
+        self.seconds += other.seconds
+        self.error_s += other.error_s
+        self.num_ops += other.num_ops
+
+
 @dataclass(frozen=True, slots=True)
 class UnitCost:
     """One unit at one micro-batch on one rank.
@@ -44,7 +59,7 @@ class UnitCost:
     exchange_forward: dict[str, float] = field(default_factory=dict)
     exchange_backward: dict[str, float] = field(default_factory=dict)
     exchange_bytes: float = 0.0
-    seconds_by_source: dict[Provenance, float] = field(default_factory=dict)
+    by_source: dict[Provenance, SourceShare] = field(default_factory=dict)
     unknown_ops: tuple[str, ...] = ()
 
     @property
@@ -93,9 +108,6 @@ def unit_cost(
         tp_recompute_s = comm.forward_s(upto=last)
     elif recompute.mode == RecomputeMode.SELECTIVE:
         recompute_s = sum(prices[index].forward_s for index in walk.recomputed)
-    by_source: dict[Provenance, float] = {}
-    for price in prices:
-        by_source[price.source] = by_source.get(price.source, 0.0) + price.forward_s + price.backward_s
     return UnitCost(
         forward_s=forward,
         backward_s=backward,
@@ -115,9 +127,18 @@ def unit_cost(
         exchange_forward=exchanged.forward,
         exchange_backward=exchange_backward,
         exchange_bytes=exchanged.num_bytes,
-        seconds_by_source=by_source,
+        by_source=_by_source(prices),
         unknown_ops=tuple(sorted({price.target for price in prices if not price.known})),
     )
+
+
+def _by_source(prices: Sequence[OpPrice]) -> dict[Provenance, SourceShare]:
+    found: dict[Provenance, SourceShare] = {}
+    for price in prices:
+        if price.seconds > 0:  # views, and ops that a fusion took in, cost nothing
+            share = SourceShare(price.seconds, price.seconds * price.relative_error, 1)
+            found.setdefault(price.source, SourceShare()).add(share)
+    return found
 
 
 def busy_s(prices: Sequence[OpPrice], launch_s: float, *, backward: bool = False) -> float:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from profiler.measure.context import TORCH_DTYPES, Deadline, Worker, pilot
 from specs.graph import DTYPE_BYTES
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "p2p", "all_to_all")
+# What the executor calls. Routed experts and Ulysses exchange tokens by all_to_all.
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "p2p", "all_to_all")
 LEAST_REPEATS, MOST_REPEATS = 4, 40
 WARM_UP_CALLS = 2
 
@@ -105,9 +106,6 @@ def collective_call(
     def reduce_scatter() -> None:
         dist.reduce_scatter_single(fresh(count // group_size), full, group=group)
 
-    def broadcast() -> None:
-        dist.broadcast(full, src=first, group=group)
-
     def all_to_all() -> None:
         dist.all_to_all_single(fresh(count), full, group=group)
 
@@ -121,7 +119,7 @@ def collective_call(
             dist.recv(fresh(count), partner, group=group)
 
     calls = {
-        "all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter, "broadcast": broadcast,
+        "all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter,
         "all_to_all": all_to_all, "p2p": p2p,
     }  # fmt: skip
     return calls[op]

@@ -28,7 +28,7 @@ from specs.profile import DeviceProfile, Profile
 from specs.progress import Progress, ProgressSink, ignore
 from specs.training import TrainingSpec
 
-QUICK_BUDGET_S, FULL_BUDGET_S = 42.0, 240.0
+QUICK_BUDGET_S, FULL_BUDGET_S = 38.0, 240.0
 # Shares of the time that is left once the workers stand. Whole blocks are run before and after their ops, so that a machine
 # that changes its speed meanwhile does not turn up as a context factor.
 SHARES = {"blocks before": 0.09, "operators": 0.54, "blocks after": 0.09, "collectives": 0.18, "optimizer": 0.10}
@@ -63,7 +63,7 @@ def profile_cluster(
     """Measure ``graph`` on the devices of ``cluster``, which must be those of this machine (``local_cluster``).
 
     ``tps`` and ``micro_batches`` say at which degrees; else those of ``plans``; else all divisors of the device count and the
-    micro-batches of the workload. ``time_budget_s`` bounds the measuring (default 42 s, 240 s when not ``quick``); every op is
+    micro-batches of the workload. ``time_budget_s`` bounds the measuring (default 38 s, 240 s when not ``quick``); every op is
     measured at least twice whatever it says. ``allow_factory``: may run the code that a graph names (trusted graphs only).
 
     Raises :class:`InvalidInput` when the devices are not here, :class:`ExecutionFailed` when a worker fails or dies.
