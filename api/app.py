@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -42,7 +43,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         finally:
             await run_in_threadpool(service.close)
 
-    app = FastAPI(
+    app = FastAPIOffline(  # the pages of /docs with their scripts, so that they open where nothing outside can be reached
         title="Meshwright", version=importlib.metadata.version("meshwright"), description=_DESCRIPTION, lifespan=lifespan,
         generate_unique_id_function=lambda route: route.name,
     )  # fmt: skip

@@ -185,7 +185,10 @@ def test_ready_and_open_api(client: TestClient) -> None:
     assert len({item["operationId"] for item in operations}) == len(operations)
     posts = [path["post"] for name, path in document["paths"].items() if "post" in path]
     assert all("examples" in item["requestBody"]["content"]["application/json"] for item in posts)
-    assert client.get("/docs").status_code == 200
+    page = client.get("/docs")
+    assert page.status_code == 200
+    assert "https://" not in page.text  # opens where nothing outside can be reached
+    assert client.get("/static-offline-docs/swagger-ui-bundle.js").status_code == 200
 
 
 def test_beyond_loopback_needs_a_token() -> None:
