@@ -207,12 +207,19 @@ class _PipelineTasks:
         if not (reduces or ddp or gathers):
             return self._compute(rank, self.terms.backward(cost, range(len(cost.units)), accumulates), after, f"{action}", wait)
         computed: list[int] = []
+        prefetch = self.sim.plan.collectives.prefetch_units
+        gathered: dict[int, int] = {}  # the last unit's weights are still there from forward
         pending, first = (0.0, 0.0), True
+
+        def gather(index: int) -> None:
+            if gathers and 0 <= index < len(cost.units) - 1 and index not in gathered:
+                ahead = len(computed) - 1 - prefetch
+                gathered[index] = self._gather(rank, cost, index, [computed[ahead]] if ahead >= 0 else after[:1], action)
+
         for index in reversed(range(len(cost.units))):
             gate = list(after) if first else []
-            if gathers and index < len(cost.units) - 1:  # the last unit's weights are still there from forward
-                ahead = len(computed) - 1 - self.sim.plan.collectives.prefetch_units
-                gate.append(self._gather(rank, cost, index, [computed[ahead]] if ahead >= 0 else gate[:1], action))
+            gather(index)
+            gate += [gathered[index]] if index in gathered else []
             terms = self.terms.backward(cost, [index], accumulates and zero not in (2, 3))
             if gathers and index < len(cost.units) - 1:
                 terms["dp_comm"] = self.terms.unpack_s(cost, index)
@@ -223,6 +230,8 @@ class _PipelineTasks:
             task = self._compute(rank, terms, gate, f"{action} u{index}", wait if first else "dp_comm")
             computed.append(task)
             first = False
+            if prefetch:  # asked for when this unit's backward begins, so ahead of its reduction in the communicator's queue
+                gather(index - 1)
             if reduces:
                 self._reduce_unit(rank, cost, index, task, action)
             if ddp:
