@@ -7,6 +7,7 @@ already above the best time found.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf, log10
 
@@ -35,27 +36,39 @@ _DEEPER_SPLITS = SPLITS[1:]
 _REMEMBERED = 8192
 
 
-def product_time(fit: Fit, chip: Chip, least_heat_decades: float = 0.0) -> ProductTime:
-    """The form of ``fit`` on ``chip``, never above the peak; shapes asked for again are remembered.
-
-    ``least_heat_decades``: heat is taken at no less than this; 0 is a kernel timed by itself on a cool chip.
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """In what a product runs. ``least_heat_decades``: heat is taken at no less than this. ``load``: time of arithmetic at the clock
+    that its surroundings leave over that at the benchmark's clock; in full from ``LOADED_FLOP`` on, below that latency counts.
     """
+
+    least_heat_decades: float = 0.0
+    load: float = 1.0
+
+    def slowdown(self, heat: float, flop: float) -> float:
+        """Time of a product's arithmetic over that on a cool chip with nothing beside it."""
+        decades = max(min(log10(flop / HEAT_FROM_FLOP), HEAT_DECADES) if flop > HEAT_FROM_FLOP else 0.0, self.least_heat_decades)
+        return (1 + heat * decades) * (1 + (self.load - 1) * min(1.0, flop / LOADED_FLOP))
+
+
+ALONE = Conditions()
+LOADED_FLOP = 1e9
+
+
+def product_time(fit: Fit, chip: Chip, conditions: Conditions = ALONE) -> ProductTime:
+    """The form of ``fit`` on ``chip``, never above the peak; shapes asked for again are remembered."""
     form = _tile if fit.form == "tile" else _smooth
-    return lru_cache(maxsize=_REMEMBERED)(form(fit, chip, least_heat_decades))
+    return lru_cache(maxsize=_REMEMBERED)(form(fit, chip, conditions))
 
 
-def _heat_decades(flop: float, least: float) -> float:
-    return max(min(log10(flop / HEAT_FROM_FLOP), HEAT_DECADES), least) if flop > HEAT_FROM_FLOP else least
-
-
-def _smooth(fit: Fit, chip: Chip, least: float) -> ProductTime:
+def _smooth(fit: Fit, chip: Chip, conditions: Conditions) -> ProductTime:
     efficiency, half_m, half_n, half_k, floor_s, heat, bandwidth, sharpness = (fit.parameters[name] for name in SMOOTH.names)
     rate, byte_rate = efficiency * chip.flop_per_s, bandwidth * chip.bytes_per_s
     peak, root = chip.flop_per_s, 1 / sharpness
 
     def seconds(m: float, n: float, k: float, batch: float, moved: float) -> float:
         flop = 2 * m * n * k * batch
-        compute = flop / rate * (1 + heat * _heat_decades(flop, least)) * (1 + half_m / m) * (1 + half_n / n) * (1 + half_k / k)
+        compute = flop / rate * conditions.slowdown(heat, flop) * (1 + half_m / m) * (1 + half_n / n) * (1 + half_k / k)
         memory = moved / byte_rate
         high, low = (compute, memory) if compute > memory else (memory, compute)
         time: float = floor_s + high * (1 + (low / high) ** sharpness) ** root
@@ -64,7 +77,7 @@ def _smooth(fit: Fit, chip: Chip, least: float) -> ProductTime:
     return seconds
 
 
-def _tile(fit: Fit, chip: Chip, least: float) -> ProductTime:
+def _tile(fit: Fit, chip: Chip, conditions: Conditions) -> ProductTime:
     efficiency, edge, wave_s, floor_s, heat, bandwidth, sharpness, split_s, fill = (fit.parameters[name] for name in TILE.names)
     units, byte_rate, peak, root = chip.units, bandwidth * chip.bytes_per_s, chip.flop_per_s, 1 / sharpness
     split_rate = 3 * chip.bytes_per_s
@@ -74,7 +87,7 @@ def _tile(fit: Fit, chip: Chip, least: float) -> ProductTime:
 
     def seconds(m: float, n: float, k: float, batch: float, moved: float) -> float:
         flop = 2 * m * n * k * batch
-        hot = 1 + heat * _heat_decades(flop, least)
+        hot = conditions.slowdown(heat, flop)
         memory_full = moved / byte_rate
         steps = ceil(k / K_STEP)
         result_s = 4 * m * n * batch / split_rate

@@ -8,12 +8,12 @@ from functools import lru_cache
 from importlib import resources
 from math import hypot, inf, log, sqrt
 
-from profiler.fit.families import family_of
+from profiler.fit.families import family_of, watts_per_flop
 from profiler.fit.forms import Chip
 from profiler.fit.records import Efficiencies, Fit, Priors
 from profiler.fit.transfer import SIXTEEN_BIT, same_rate, scaled, sustained_efficiency, transferred
 from profiler.opset import OpClass
-from simulator.efficiency_forms import AttentionTime, ProductTime, attention_time, product_time, query_blocks
+from simulator.efficiency_forms import AttentionTime, Conditions, ProductTime, attention_time, product_time, query_blocks
 from specs.base import Provenance
 from specs.cluster import DeviceType
 
@@ -25,10 +25,19 @@ LARGEST_ERROR = 0.9
 # milliseconds. So heat is taken at no less than that of a large product of a step (1e12 FLOP: 2 decades above 1e10). Layers timed
 # one after another (Vidur) run 6 % (A100) and 10 % (H100) slower than the same products by themselves; this explains half.
 STEP_HEAT_DECADES = 2.0
+# A whole step draws more than one product repeated on it: memory, links and all chips of a node share the power and the cooling, so
+# the clock settles below that of the benchmark, the more the less power a chip has for its peak. Time of products in a step over
+# that of the same products by themselves: (STEP_LOAD_WATTS / watts per FLOP) ** STEP_LOAD_EXPONENT, from 1 to STEP_LOAD_MOST.
+# Fitted on the fit sources of docs/accuracy.md; layers timed one after another (Vidur) show the same direction and half the size.
+STEP_LOAD_WATTS = 2.2e-12  # J/FLOP from which a chip holds its clock (a V100 has 2.4e-12)
+STEP_LOAD_EXPONENT = 0.17
+STEP_LOAD_MOST = 1.4
 # A chip whose power limit holds products below their usual share holds attention there too.
 ATTENTION_OF_PRODUCTS = 1.05
 # Head sizes further apart than this factor are no neighbours: another backend that knows the size is asked first.
 _NEIGHBOUR = sqrt(2.0)
+
+_ON_MATRIX_UNITS = (*SIXTEEN_BIT, "tf32", "float8", "float4")
 
 Attention = Callable[[float, float, float, float, float], float]
 """Seconds from FLOP, bytes moved, key length, query length and batch x heads."""
@@ -61,7 +70,8 @@ class Model:
         self.family = priors().families.get(family_of(device))
         self.chip = Chip(device.peak_flop_per_s[dtype], device.memory_bandwidth_bytes_per_s, device.sm_count or 1)
         self.product_fit = self._product_fit()
-        self.product: ProductTime = product_time(self.product_fit, self.chip, STEP_HEAT_DECADES)
+        self.in_step = Conditions(STEP_HEAT_DECADES, step_load(device) if dtype in _ON_MATRIX_UNITS else 1.0)
+        self.product: ProductTime = product_time(self.product_fit, self.chip, self.in_step)
         self.backward_factor = next((self.own.backward[name] for name in same_rate(dtype) if name in self.own.backward), 1.0) \
             if self.own else 1.0  # fmt: skip
         self.grouped_fit = self._first(lambda item: item.grouped_gemm)
@@ -95,9 +105,8 @@ class Model:
         if self.grouped_fit is None:
             return self.product
         found = self.grouped_fit.parameters
-        return product_time(
-            self.product_fit.replace(parameters=scaled(self.product_fit, found["compute"], found["bandwidth"])), self.chip
-        )
+        grouped = self.product_fit.replace(parameters=scaled(self.product_fit, found["compute"], found["bandwidth"]))
+        return product_time(grouped, self.chip, Conditions(load=self.in_step.load))
 
     def _stream_fit(self, name: str, backward: bool) -> Fit:
         """Bandwidth share of a class and pass; a pass that no level knows takes the other one's."""
@@ -160,6 +169,12 @@ class Model:
             return source, UNCHECKED_ERROR
         # a fit knows one laboratory's devices and libraries; the user's are others
         return source, min(hypot(fit.error.mape, priors().laboratory_spread), LARGEST_ERROR)
+
+
+def step_load(device: DeviceType) -> float:
+    """Time of products in a step over that of the same products alone; 1 where the power limit is not known."""
+    watts = watts_per_flop(device)
+    return 1.0 if watts is None else min(max((STEP_LOAD_WATTS / watts) ** STEP_LOAD_EXPONENT, 1.0), STEP_LOAD_MOST)
 
 
 def model_of(device: DeviceType, dtype: str) -> Model:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from simulator.memory import MemoryRules
 from simulator.software import NATIVE, Software
-from specs.cluster import ClusterSpec
+from specs.cluster import ClusterSpec, Link
 from specs.profile import Profile
 
 
@@ -29,13 +29,15 @@ class RuntimeRules:
     compute_slowdown: float
     comm_slowdown: float
     step_overhead_s: float = 0.0
+    slow_network: bool = False
     source: str = "assumed"
 
     def slowdowns(self, tier: str) -> tuple[float, float]:
-        """(compute, collectives) while both run. Collectives that wait for the network between nodes leave the device almost to
-        compute: both together take 1.01 to 1.04 times the longer one on A100, V100 and A10G (Mist's interference tables)."""
-        if tier == "inter" and self.source == "published":
-            return INTER_NODE_SLOWDOWN, INTER_NODE_SLOWDOWN
+        """(compute, collectives) while both run. Collectives that wait for a slow network between nodes leave the device almost to
+        compute: both together take 1.01 to 1.04 times the longer one on A100, V100 and A10G behind 12 Gbit/s per device (Mist's
+        interference tables). Behind an RDMA NIC per device or two they keep as many of its units busy as inside the node."""
+        if tier == "inter" and self.source == "published" and self.slow_network:
+            return SLOW_NETWORK_SLOWDOWN, SLOW_NETWORK_SLOWDOWN
         return self.compute_slowdown, self.comm_slowdown
 
     def at_tier(self, tier: str) -> RuntimeRules:
@@ -44,7 +46,18 @@ class RuntimeRules:
         return replace(self, compute_slowdown=compute, comm_slowdown=comm)
 
 
-INTER_NODE_SLOWDOWN = 1.03
+SLOW_NETWORK_SLOWDOWN = 1.03
+# Below this a device's share of its node's uplink is a slow network.
+FAST_NETWORK_BYTES_PER_S = 100e9 / 8
+
+
+def _slow_network(cluster: ClusterSpec) -> bool:
+    shares = [
+        group.inter.bandwidth_bytes_per_s / (group.devices_per_node or 1)
+        for group in cluster.nodes
+        if isinstance(group.inter, Link)
+    ]
+    return bool(shares) and min(shares) < FAST_NETWORK_BYTES_PER_S
 
 
 def rules_for(cluster: ClusterSpec, profile: Profile | None) -> RuntimeRules:
@@ -66,7 +79,7 @@ def rules_for(cluster: ClusterSpec, profile: Profile | None) -> RuntimeRules:
         gather_inline=False, prefetched_gather_inline=False, reduce_inline=False,
         gather_copies=1.0, reduce_copies=1.0, bucket_copies=1.0,
         compute_slowdown=measured.first_slowdown if measured else 1.19, comm_slowdown=measured.second_slowdown if measured else 1.1,
-        source="measured" if measured else "published",
+        slow_network=_slow_network(cluster), source="measured" if measured else "published",
     )  # fmt: skip
 
 

@@ -271,7 +271,8 @@ class _PipelineTasks:
         pack = self.terms.pack_s(cost, index)
         _count(rank, "dp", moved)
         label = f"reduce {action} u{index}"
-        self.reductions[rank.rank].append(self._comm(rank, seconds + pack, [after], label, inline=self.rules.reduce_inline))
+        inline = self.rules.reduce_inline or not self.software.overlap_grad_reduce
+        self.reductions[rank.rank].append(self._comm(rank, seconds + pack, [after], label, inline=inline))
 
     def _all_reduce(
         self, rank: RankStep, cost: StageCost, sizes: tuple[float, float], after: list[int], *, overlapped: bool, label: str
