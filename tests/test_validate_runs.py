@@ -161,8 +161,11 @@ def test_sizes_that_do_not_match_are_skipped() -> None:
 def test_recompute_leaves_embedding_and_tail_alone() -> None:
     runs = recompute_runs("full", 0, 10, 10)
     assert [(item.first_unit, item.num_units) for item in runs] == [(1, 8)]
-    assert [item.first_unit for item in recompute_runs("full", 0, 10, 10, every=2)] == [2, 4, 6, 8]
-    assert recompute_modes(run_of(recompute=""), "math", "layers") == ("none", "attention", "full")
+    assert [item.first_unit for item in recompute_runs("full", 0, 10, 10, share=0.5)] == [2, 4, 6, 8]
+    assert [item.first_unit for item in recompute_runs("full", 0, 10, 10, share=0.25)] == [4, 8]
+    assert [item.first_unit for item in recompute_runs("full", 0, 10, 10, share=0.75)] == [2, 3, 4, 6, 7, 8]
+    partly = ("full of 0.25", "full of 0.5", "full of 0.75", "full")
+    assert recompute_modes(run_of(recompute=""), "math", "layers") == ("none", "attention", *partly)
 
 
 # --- predictions ----------------------------------------------------------------------------------------------------

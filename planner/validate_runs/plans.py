@@ -199,17 +199,18 @@ def _from_cuts(bounds: list[int], layers: int) -> list[int] | None:
 SELECTIVE: dict[str, tuple[str, ...]] = {"attention": ("attention",), "operators": (EVERY_SECOND_PRODUCT,)}
 
 
-def recompute_runs(mode: str, first: int, num_units: int, total_units: int, *, every: int = 1) -> tuple[RecomputeRun, ...]:
-    """Recompute of the layers among the units from ``first`` on (never of embedding and tail). ``every``: one layer in so many."""
+def recompute_runs(mode: str, first: int, num_units: int, total_units: int, *, share: float = 1.0) -> tuple[RecomputeRun, ...]:
+    """Recompute of the layers among the units from ``first`` on (never of embedding and tail). ``share`` of them, spread evenly."""
     layers = [unit for unit in range(first, first + num_units) if 0 < unit < total_units - 1]
     if mode == "none" or not layers:
         return ()
     if mode in SELECTIVE:
         classes = SELECTIVE[mode]
         return (RecomputeRun(first_unit=layers[0], num_units=len(layers), mode=RecomputeMode.SELECTIVE, op_classes=classes),)
-    if every == 1:
+    if share == 1:
         return (RecomputeRun(first_unit=layers[0], num_units=len(layers), mode=RecomputeMode.FULL),)
-    return tuple(RecomputeRun(first_unit=unit, num_units=1, mode=RecomputeMode.FULL) for unit in layers if unit % every == 0)
+    chosen = [unit for unit in layers if int(unit * share) > int((unit - 1) * share)]
+    return tuple(RecomputeRun(first_unit=unit, num_units=1, mode=RecomputeMode.FULL) for unit in chosen)
 
 
 def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: str, num_micro_batches: int | None = None) -> Plan:
@@ -219,7 +220,7 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
     counts, first = split_units(run, num_stages), 0
     total = sum(counts)
     per_rank = sizes.dp * sizes.cp * sizes.tp
-    mode, _, every = recompute.partition("/")
+    mode, _, share = recompute.partition(" of ")
     stages = []
     for number, count in enumerate(counts):
         rank = number % sizes.pp
@@ -228,7 +229,7 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
                 devices=tuple(range(rank * per_rank, (rank + 1) * per_rank)), first_unit=first, num_units=count,
                 mesh=Mesh(dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, ep=sizes.ep), shard_group=sizes.shard_group,
                 zero=sizes.zero if sizes.dp * sizes.cp > 1 else 0, sequence_parallel=sequence_parallel(run, sizes.tp, framework),
-                recompute=recompute_runs(mode, first, count, total, every=int(every or 1)),
+                recompute=recompute_runs(mode, first, count, total, share=float(share or 1)),
             )
         )  # fmt: skip
         first += count

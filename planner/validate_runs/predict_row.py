@@ -116,7 +116,7 @@ def memory_reading(run: PublishedRun, framework: Framework) -> str:
 
 
 def recompute_modes(run: PublishedRun, attention_kernel: str, selective: str) -> tuple[str, ...]:
-    """``none``, ``attention``, ``operators``, ``full`` or ``full/N`` (every N-th layer).
+    """``none``, ``attention``, ``operators``, ``full`` or ``full of S`` (a share S of the layers).
 
     Several, least first, where the row leaves it open.
     """
@@ -124,10 +124,11 @@ def recompute_modes(run: PublishedRun, attention_kernel: str, selective: str) ->
     if word == "selective":
         if not _by_layers(run):
             return ("attention",)
-        return ("operators",) if selective == "operators" and "every other layer" not in run.notes.lower() else ("full/2",)
+        return ("operators",) if selective == "operators" and "every other layer" not in run.notes.lower() else ("full of 0.5",)
     if word in ("none", "full"):
         return (word,)
-    return ("none", "attention", "full") if attention_kernel == "math" else ("none", "full")
+    partly = ("full of 0.25", "full of 0.5", "full of 0.75", "full")
+    return ("none", "attention", *partly) if attention_kernel == "math" else ("none", *partly)
 
 
 def _by_layers(run: PublishedRun) -> bool:
