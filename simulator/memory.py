@@ -74,8 +74,10 @@ class RankMemory:
         for action in self.row:
             if action.kind == "F":
                 self._forward(action)
-            elif action.kind in "BI":
-                self._backward(action)
+            elif action.kind == "W":
+                self._weight_gradients(action)
+            else:
+                self._backward(action, whole=action.kind == "B")
         self._note("optimizer step", workspace=0.0, gathered=self._kept_gathered())
         return self.peak
 
@@ -122,23 +124,39 @@ class RankMemory:
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs += cost.units[-1].output_bytes
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, *, whole: bool) -> None:
+        """The backward of a stage, or (not ``whole``) the part that makes no gradients of parameters."""
         cost = self.stages[action.stage]
         for index in reversed(range(len(cost.units))):
-            unit, full = cost.units[index], cost.unit_grad_bytes(index)
-            first = (action.stage, index) not in self._has_grad
-            transient = full  # what autograd has just computed, until it is added or copied to where it stays
-            if first:
-                self._has_grad.add((action.stage, index))
-                self.grads += self._kept_grads(cost, full)
-                transient = full if self._kept_grads(cost, full) < full else 0.0
-            self._note(f"{action}", unit.backward_peak_bytes + transient, self._gathered(cost, index, -1))
-            if cost.stage.zero >= 2 and cost.shard_degree > 1:
-                flat = (1 + self.rules.flat_copies) * full
-                self._note(f"{action}", 0.0, self._gathered(cost, index, -1), flat)
-            self.saved -= unit.saved_bytes
+            unit = cost.units[index]
+            if whole:
+                self._gradients(action, index, unit.backward_peak_bytes, self._gathered(cost, index, -1))
+                self.saved -= unit.saved_bytes
+            else:
+                self._note(f"{action}", unit.input_backward_peak_bytes, self._gathered(cost, index, -1))
+                self.saved += unit.weight_saved_bytes - unit.saved_bytes
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs -= cost.units[-1].output_bytes
+
+    def _weight_gradients(self, action: Action) -> None:
+        """The other part of a split backward. Sharded weights are not gathered for it."""
+        cost = self.stages[action.stage]
+        for index in reversed(range(len(cost.units))):
+            self._gradients(action, index, 0.0, self._kept_gathered())
+            self.saved -= cost.units[index].weight_saved_bytes
+
+    def _gradients(self, action: Action, index: int, workspace: float, gathered: float) -> None:
+        """A unit's gradients appear, on top of ``workspace``; where sharded they are then reduced from flat buffers."""
+        cost = self.stages[action.stage]
+        full = cost.unit_grad_bytes(index)
+        transient = full  # what autograd has just computed, until it is added or copied to where it stays
+        if (action.stage, index) not in self._has_grad:
+            self._has_grad.add((action.stage, index))
+            self.grads += self._kept_grads(cost, full)
+            transient = full if self._kept_grads(cost, full) < full else 0.0
+        self._note(f"{action}", workspace + transient, gathered)
+        if cost.stage.zero >= 2 and cost.shard_degree > 1:
+            self._note(f"{action}", 0.0, gathered, (1 + self.rules.flat_copies) * full)
 
     def _kept_grads(self, cost: StageCost, full: float) -> float:
         """Bytes that a unit's gradient adds for the rest of the step at its first backward."""

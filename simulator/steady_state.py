@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from simulator.cost_model import CostModel
 from simulator.predict import prediction_of, simulate
-from specs.plan import Plan
+from specs.plan import PipelineSchedule, Plan
 from specs.prediction import Prediction
+from specs.schedule import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +24,25 @@ class Window:
     long: int
 
 
-def window(num_micro_batches: int, pp: int, chunks: int = 1) -> Window:
-    """The two lengths for a schedule of ``pp`` ranks; interleaved ones grow by whole groups of ``pp``."""
-    group = pp if chunks > 1 else 1
-    short = group * (2 if chunks > 1 else max(2, pp + 2))
-    long = short + (group if chunks > 1 else 1 if pp == 1 else 4)
+def window(num_micro_batches: int, pp: int, schedule: PipelineSchedule) -> Window:
+    """The two lengths for a schedule of ``pp`` ranks; those that run micro-batches in groups grow by whole groups."""
+    rule = SCHEDULES.get(schedule.name)
+    if pp > 1 and rule is None:
+        return Window(None, num_micro_batches)
+    group = pp if rule is not None and rule.in_groups else 1
+    filled = max(2, pp + 2, rule.least(pp) + 2 if rule is not None and rule.placement == "v" else 0)
+    short = 2 * pp if group > 1 else filled
+    long = short + (group if group > 1 else 1 if pp == 1 else 4)
     if num_micro_batches <= long + group:
         return Window(None, num_micro_batches)
     return Window(short, long)
 
 
-def predict_long(
-    model: CostModel, plan_with: Callable[[int], Plan], num_micro_batches: int, pp: int, chunks: int = 1
-) -> Prediction:
-    """The prediction of a step of ``num_micro_batches``. ``plan_with(m)``: the plan with ``m`` micro-batches."""
-    lengths = window(num_micro_batches, pp, chunks)
-    long_plan = plan_with(lengths.long)
+def predict_long(model: CostModel, plan_with: Callable[[int], Plan], num_micro_batches: int) -> Prediction:
+    """The prediction of a step of ``num_micro_batches``. ``plan_with(m)``: the plan of one pipeline with ``m`` micro-batches."""
+    whole = plan_with(num_micro_batches)
+    lengths = window(num_micro_batches, whole.pipelines[0].pp, whole.schedule)
+    long_plan = whole if lengths.short is None else plan_with(lengths.long)
     long = prediction_of(model, long_plan, simulate(model, long_plan))
     if lengths.short is None:
         return long
