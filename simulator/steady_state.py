@@ -1,4 +1,4 @@
-"""Long steps from short ones: beyond the pipeline's fill every further group of micro-batches takes the same time.
+"""Long steps from short ones: beyond the pipeline's fill every further period of micro-batches takes the same time.
 
 A step of ``m`` micro-batches is simulated with two smaller numbers of them and each term is continued in a straight line; the
 memory is that of the longer of the two, which holds as many micro-batches in flight.
@@ -15,6 +15,9 @@ from specs.plan import PipelineSchedule, Plan
 from specs.prediction import Prediction
 from specs.schedule import SCHEDULES
 
+# Waits of unlike stages for one another come again after 1, 2, 3 or 4 micro-batches; groups of an interleaved schedule after one.
+PERIOD = 12
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -25,17 +28,17 @@ class Window:
 
 
 def window(num_micro_batches: int, pp: int, schedule: PipelineSchedule) -> Window:
-    """The two lengths for a schedule of ``pp`` ranks; those that run micro-batches in groups grow by whole groups."""
+    """The two lengths for a schedule of ``pp`` ranks, a whole number of periods below ``num_micro_batches``."""
     rule = SCHEDULES.get(schedule.name)
     if pp > 1 and rule is None:
         return Window(None, num_micro_batches)
-    group = pp if rule is not None and rule.in_groups else 1
-    filled = max(2, pp + 2, rule.least(pp) + 2 if rule is not None and rule.placement == "v" else 0)
-    short = 2 * pp if group > 1 else filled
-    long = short + (group if group > 1 else 1 if pp == 1 else 4)
-    if num_micro_batches <= long + group:
+    period, filled = (1, 3) if pp == 1 or rule is None else (PERIOD, max(pp, rule.least(pp)) + 2)
+    if pp > 1 and rule is not None and rule.in_groups:
+        period, filled = pp, 2 * pp
+    short = filled + (num_micro_batches - filled) % period
+    if short + period >= num_micro_batches:
         return Window(None, num_micro_batches)
-    return Window(short, long)
+    return Window(short, short + period)
 
 
 def predict_long(model: CostModel, plan_with: Callable[[int], Plan], num_micro_batches: int) -> Prediction:
