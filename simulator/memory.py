@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from simulator.stage_cost import StageCost
 from specs.plan import CollectiveOptions
-from specs.schedule import Action
+from specs.schedule import Action, passes_of
 
 
 @dataclass
@@ -48,7 +48,8 @@ class MemoryRules:
 
 
 class RankMemory:
-    """Walks a row of actions; see the module docstring. ``stages``: stage number -> cost, of the stages on this rank."""
+    """Walks a row of actions; see the module docstring. ``stages``: stage number -> cost, of the stages on this rank.
+    ``overlaps``: a backward runs while the forward before it may be at its fullest (``specs.schedule.passes_of``)."""
 
     def __init__(
         self,
@@ -58,7 +59,9 @@ class RankMemory:
         num_stages: int,
         options: CollectiveOptions,
         rules: MemoryRules,
+        overlaps: bool = False,
     ) -> None:
+        self.passes, self._beside = passes_of(row, overlaps=overlaps), 0.0
         self.stages, self.row, self.num_stages, self.options, self.rules = stages, row, num_stages, options, rules
         self.peak = MemoryPeak()
         self.curve: list[tuple[str, float]] = []
@@ -71,13 +74,16 @@ class RankMemory:
     def run(self) -> MemoryPeak:
         """The peak over the step."""
         self._note("between steps", workspace=0.0, gathered=0.0)
-        for action in self.row:
-            if action.kind == "F":
-                self._forward(action)
-            elif action.kind == "W":
-                self._weight_gradients(action)
-            else:
-                self._backward(action, whole=action.kind == "B")
+        for actions in self.passes:
+            for action in actions:
+                if action.kind == "F":
+                    self._forward(action)
+                elif action.kind == "W":
+                    self._weight_gradients(action)
+                else:
+                    self._beside = max(unit.forward_peak_bytes for unit in self.stages[actions[0].stage].units) * (len(actions) - 1)
+                    self._backward(action, whole=action.kind == "B")
+                    self._beside = 0.0
         self._note("optimizer step", workspace=0.0, gathered=self._kept_gathered())
         return self.peak
 
@@ -171,7 +177,7 @@ class RankMemory:
 
     def _note(self, moment: str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> None:
         buffers = comm_buffers + self.rules.buffer_bytes
-        terms = {**self._static, "gathered": gathered, "workspace": workspace, "comm_buffers": buffers}
+        terms = {**self._static, "gathered": gathered, "workspace": workspace + self._beside, "comm_buffers": buffers}
         terms["grads"] += self.grads
         terms["activations"] = self.saved + self.outputs
         total = sum(terms.values())

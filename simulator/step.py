@@ -16,7 +16,7 @@ from simulator.runtime_rules import RuntimeRules, rules_for
 from simulator.stage_cost import StageCost, pipeline_stages, stage_cost
 from simulator.state_comm import StateComm
 from specs.plan import Pipeline, Plan
-from specs.schedule import SCHEDULES, Action, Rows, dependencies, passes_of
+from specs.schedule import Action, Rows, dependencies, passes_of
 
 
 @dataclass
@@ -119,8 +119,7 @@ class _PipelineTasks:
         self.state_comm = StateComm(self.model.network, by_tensor=self.software.gathers_by_tensor)
 
     def add(self) -> None:
-        schedule = SCHEDULES.get(self.sim.plan.schedule.name)
-        queues = [passes_of(row, overlaps=schedule is not None and schedule.overlaps) for row in self.rows]
+        queues = [passes_of(row, overlaps=self.sim.plan.schedule.overlaps) for row in self.rows]
         position = [0] * len(queues)
         moved = True
         while moved:

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from specs.base import Document, Spec
-from specs.schedule import Rows, from_text, rows_for, stage_ranks, stage_ranks_of
+from specs.schedule import SCHEDULES, Rows, from_text, rows_for, stage_ranks, stage_ranks_of
 
 
 class MeshAxis(StrEnum):
@@ -142,6 +142,12 @@ class PipelineSchedule(Spec):
         if self.name == "custom":
             return from_text(self.rows)
         return rows_for(self.name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=self.stages_per_rank)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a forward and a full backward of another stage run beside one another (``specs.schedule.passes_of``)."""
+        rule = SCHEDULES.get(self.name)
+        return rule is not None and rule.overlaps
 
     def stage_ranks(self, *, num_ranks: int) -> tuple[int, ...]:
         """The pipeline rank that holds each stage."""
