@@ -32,7 +32,7 @@ def plan_from_strategy(
 
     ``dp`` defaults to all devices that pp x tp leave; ``split`` to the one that the stage program finds (balanced by time within
     memory, by time alone where memory does not suffice: the prediction then says so), or for a schedule that the program does not
-    know to the one whose longest stage is shortest. Raises :class:`InvalidInput` with every violation.
+    know to the one of ``planner.even_split``. Raises :class:`InvalidInput` with every violation.
     """
     given = parse_strategy(strategy) if isinstance(strategy, str) else strategy
     pool = _pool(cluster, given.tp, workload)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.even_split import shortest_longest
+from planner.even_split import level_ranks, shortest_longest
 from planner.search import SearchOptions, search
 from planner.strategy import Strategy, check_strategy, parse_strategy, plan_from_strategy
 from planner.strategy_text import parse_fields
@@ -264,6 +264,18 @@ def test_longest_stage_is_shortest(seconds: list[float], num_stages: int) -> Non
     assert min(found) >= 1
     assert max(times(found)) == pytest.approx(least)
     assert sum(item**2 for item in times(found)) == pytest.approx(alike)
+
+
+def test_a_long_head_leaves_its_rank_fewer_layers() -> None:
+    """Two ranks in a V: the head takes as long as 4 of the 12 layers, so both ranks do 8 when the first has 4 layers."""
+    seconds = [np.array([*[1.0] * 12, 4.0])] * 4
+    longest_stage = shortest_longest(seconds)
+    found = level_ranks(seconds, (0, 1, 1, 0), longest_stage)
+    assert sum(found) == 13
+    assert found[1] + found[2] == 8
+    assert found[0] + found[3] == 5
+    assert max(found[1], found[2]) == 4  # the longest stage stays as short as it can be
+    assert level_ranks(seconds, (0, 1, 2, 3), longest_stage) == longest_stage
 
 
 @pytest.mark.parametrize(("text", "code"), [("schedule=zb_h1", "schedule_not_searched"), ("chunks=2", "stages_per_rank")])
