@@ -8,6 +8,7 @@ from profiler.opset import OpClass
 from specs.errors import InvalidInput, Violation
 from specs.graph import ModelGraph
 from specs.plan import Pipeline, Plan, RecomputeMode, RecomputeRun, Stage
+from specs.schedule import stage_ranks_of
 from specs.training import TrainingSpec
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float64")
@@ -140,9 +141,14 @@ def _schedule_violations(plan: Plan, pipeline: Pipeline) -> list[Violation]:
             )
         )  # fmt: skip
     try:
-        plan.schedule.actions(num_ranks=pipeline.pp, num_micro_batches=pipeline.num_micro_batches)
+        rows = plan.schedule.actions(num_ranks=pipeline.pp, num_micro_batches=pipeline.num_micro_batches)
     except InvalidInput as error:
-        found += error.violations
+        return found + list(error.violations)
+    grids = pipeline.ranks()
+    placed = {index: grids.index(stage.devices) for index, stage in enumerate(pipeline.stages)}
+    if placed != stage_ranks_of(rows):
+        message = f"stages lie on pipeline ranks {list(placed.values())}, the schedule's rows run them elsewhere"
+        found.append(_violation("stage_on_other_rank", message, "pipelines", 0, "stages", actual=list(placed.values())))
     return found
 
 

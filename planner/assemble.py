@@ -34,12 +34,14 @@ class Assembler:
 
     def plan(self, strategy: Strategy, pool: Pool) -> Plan:
         """The plan; ``strategy`` has, with several stages, a ``split``. Devices of the pool beyond pp x dp x tp stay unused."""
+        schedule = PipelineSchedule(name=strategy.schedule, stages_per_rank=strategy.stages_per_rank)
+        ranks = schedule.stage_ranks(num_ranks=strategy.pp) if strategy.pp > 1 else (0,)
         dp = strategy.dp or pool.size // (strategy.pp * strategy.tp)
         split = strategy.split if strategy.split is not None and strategy.pp > 1 else (len(self.unit_blocks),)
         size = dp * strategy.tp
         stages, first = [], 0
-        for index, count in enumerate(split):
-            stages.append(self._stage(strategy, pool.devices[index * size : (index + 1) * size], dp, first, count))
+        for rank, count in zip(ranks, split, strict=True):
+            stages.append(self._stage(strategy, pool.devices[rank * size : (rank + 1) * size], dp, first, count))
             first += count
         used = {device for stage in stages for device in stage.devices}
         explicit = replace(strategy, dp=dp, split=split if strategy.pp > 1 else None)
@@ -48,7 +50,7 @@ class Assembler:
             name=f"{self.graph.name} on {len(used)} devices of {self.cluster.name}", strategy=explicit.text(),
             global_batch=self.workload.global_batch, seq_len=self.workload.max_seq_len,
             pipelines=(Pipeline(stages=tuple(stages), micro_batch=strategy.micro_batch, num_micro_batches=micro_batches),),
-            schedule=PipelineSchedule(name=strategy.schedule),
+            schedule=schedule,
             unused_devices=tuple(device for device in range(self.cluster.num_devices) if device not in used),
             **self._hashes,
         )  # fmt: skip

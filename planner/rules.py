@@ -13,7 +13,7 @@ from profiler.placement import place_block
 from specs.errors import Violation, nearest_name, nearest_number
 from specs.graph import ModelGraph
 from specs.plan import RecomputeMode
-from specs.schedule import SCHEDULES, check_rules
+from specs.schedule import SCHEDULES, ScheduleRule, check_rules
 from specs.training import TrainingSpec
 
 Loc = tuple[str | int, ...]
@@ -144,62 +144,88 @@ def micro_batch_allowed(workload: TrainingSpec, micro_batch: int, loc: Loc) -> l
 
 
 def schedule_rules(
-    name: str, *, pp: int, num_micro_batches: int, stages_per_rank: int = 1, loc: Loc, sequences_per_rank: int | None = None
+    name: str, *, pp: int, num_micro_batches: int, stages_per_rank: int = 1, loc: Loc, micro_batch: int, dp: int
 ) -> list[Violation]:
-    """Rules of the named schedule; ``sequences_per_rank`` (global batch / dp) lets the message name a micro-batch that works."""
+    """Rules of the named schedule. With too few micro-batches, or a number that does not divide into groups, the message names the
+    micro-batch and the global batch next to the given ones that work."""
     if pp == 1 and name in SCHEDULES:
         return []
-    found = check_rules(name, num_ranks=pp, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank)
-    return [_with_hint(violation, pp, sequences_per_rank, loc) for violation in found]
+    found = []
+    for violation in check_rules(name, num_ranks=pp, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank):
+        message = violation.message
+        if violation.code.startswith("micro_batches"):
+            message += "; " + _what_works(SCHEDULES[name], pp, num_micro_batches, micro_batch, dp)
+        found.append(
+            Violation(
+                code=violation.code, message=message, loc=loc, actual=violation.actual, allowed=violation.allowed,
+                nearest=violation.nearest,
+            )
+        )  # fmt: skip
+    return found
 
 
-def _with_hint(violation: Violation, pp: int, sequences: int | None, loc: Loc) -> Violation:
-    message = violation.message
-    if violation.code == "micro_batches_below_stages" and sequences is not None:
-        fitting = [size for size in divisors(sequences) if sequences // size >= pp]
-        message += (
-            f"; micro_batch {fitting[-1]} gives {sequences // fitting[-1]}"
-            if fitting
-            else f"; {sequences} sequences a rank are too few at any micro_batch: the global batch must be {pp} x dp or more"
+def _what_works(rule: ScheduleRule, pp: int, num_micro_batches: int, micro_batch: int, dp: int) -> str:
+    """The nearest micro-batch at this global batch, and the nearest global batch at this micro-batch."""
+    sequences = num_micro_batches * micro_batch
+    size = nearest_number(micro_batch, (size for size in divisors(sequences) if rule.allows(sequences // size, pp)))
+    first = f"no micro_batch makes enough of {sequences} sequences a rank"
+    if size is not None:
+        first = f"micro_batch {size} gives {sequences // size}"
+    batch = rule.nearest(num_micro_batches, pp) * micro_batch * dp
+    return f"{first}; with micro_batch {micro_batch} a global batch of {batch} would do"
+
+
+SEARCHED_SCHEDULES = ("1f1b", "gpipe")
+
+
+def schedule_is_searched(name: str, chunks: int, subject: str) -> list[Violation]:
+    """Bounds and stage program know these schedules; a strategy with another one can be estimated, simulated and validated."""
+    if name in SEARCHED_SCHEDULES:
+        message = f"chunks={chunks}: {name} has one stage per pipeline rank"
+        one = Violation(code="stages_per_rank", loc=(subject, "chunks"), actual=chunks, allowed=[1], nearest=1, message=message)
+        return [one] if chunks != 1 else []
+    return [
+        Violation(
+            code="schedule_not_searched", loc=(subject, "schedule"), actual=name, allowed=list(SEARCHED_SCHEDULES), nearest="1f1b",
+            message=f"the search has no bounds for schedule '{name}': give the whole strategy to be estimated instead",
         )
-    return Violation(
-        code=violation.code, message=message, loc=loc, actual=violation.actual, allowed=violation.allowed, nearest=violation.nearest
-    )
+    ]  # fmt: skip
 
 
 # --- stages, sharding, recompute ------------------------------------------------------------------------------------
 
 
-def pp_at_most_units(pp: int, num_units: int, loc: Loc) -> list[Violation]:
-    """Every stage holds at least one unit."""
-    if pp <= num_units:
+def pp_at_most_units(pp: int, num_units: int, loc: Loc, chunks: int = 1) -> list[Violation]:
+    """Every stage holds at least one unit; ``chunks`` stages a pipeline rank."""
+    if pp * chunks <= num_units:
         return []
+    stages = f"{pp} x {chunks} chunks = {pp * chunks}" if chunks > 1 else f"{pp}"
     return [
         Violation(
-            code="more_stages_than_units", loc=loc, actual=pp, allowed=f"<= {num_units}", nearest=num_units,
-            message=f"{pp} stages cannot each hold one of the model's {num_units} units",
+            code="more_stages_than_units", loc=loc, actual=pp, allowed=f"<= {num_units // chunks}", nearest=num_units // chunks,
+            message=f"{stages} stages cannot each hold one of the model's {num_units} units",
         )
     ]  # fmt: skip
 
 
-def split_covers_units(split: Sequence[int], *, pp: int, num_units: int, loc: Loc) -> list[Violation]:
+def split_covers_units(split: Sequence[int], *, num_stages: int, num_units: int, loc: Loc) -> list[Violation]:
     """A split names the units of each stage: one positive number a stage, all units exactly once."""
     found = []
-    if len(split) != pp:
+    if len(split) != num_stages:
         found.append(
             Violation(
-                code="split_per_stage", loc=loc, actual=len(split), allowed=[pp], nearest=pp,
-                message=f"split has {len(split)} numbers for {pp} stages",
+                code="split_per_stage", loc=loc, actual=len(split), allowed=[num_stages], nearest=num_stages,
+                message=f"split has {len(split)} numbers for {num_stages} stages",
             )
         )  # fmt: skip
     if any(count < 1 for count in split):
         found.append(Violation(code="empty_stage", loc=loc, message="every stage needs at least one unit", actual=list(split)))
     if sum(split) != num_units:
-        even = [num_units // pp + (1 if stage < num_units % pp else 0) for stage in range(pp)]
+        even = [num_units // num_stages + (1 if stage < num_units % num_stages else 0) for stage in range(num_stages)]
         found.append(
             Violation(
                 code="split_covers_units", loc=loc, actual=sum(split), allowed=[num_units],
-                nearest=even if pp <= num_units else None,
+                nearest=even if num_stages <= num_units else None,
                 message=f"split adds up to {sum(split)} of the model's {num_units} units (embedding and head count as units)",
             )
         )  # fmt: skip

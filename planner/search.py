@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from planner import rules
 from planner.alternatives import alternatives
 from planner.assemble import Assembler
 from planner.assumptions import assumptions
@@ -31,6 +32,7 @@ from planner.strategy_text import parse_fields
 from simulator.cost_model import CostModel
 from specs.answer import PlanAnswer, SearchRecord, Status
 from specs.cluster import ClusterSpec
+from specs.errors import InvalidInput
 from specs.graph import ModelGraph
 from specs.profile import Profile
 from specs.progress import Progress, ProgressSink, ignore
@@ -71,7 +73,7 @@ def search(
     """The best plan of the strategy space on a resolved cluster, with its certificate.
 
     Infeasible is an answer that names the limit and what would lift it. Raises :class:`InvalidInput` when ``options.strategy``
-    does not read, or the objective needs a price or power that the cluster does not give.
+    does not read or the search does not know its schedule, or the objective needs a price or power that the cluster does not give.
     """
     return _Search(graph, cluster, workload, profile, options, progress, cost_model).run()
 
@@ -86,6 +88,9 @@ class _Search:
         self.start = time.monotonic()
         self.options, self.progress, self.workload = options, progress, workload
         self.fixed: dict[str, Any] = parse_fields(options.strategy) if options.strategy else {}
+        violations = rules.schedule_is_searched(self.fixed.get("schedule", "1f1b"), self.fixed.get("chunks", 1), "strategy")
+        if violations:
+            raise InvalidInput(violations, subject=f"strategy '{options.strategy}'")
         self.objective = ObjectiveFunction(cluster, workload)
         self.model = cost_model or CostModel(graph, cluster, workload, profile)
         self.prices = Prices(self.model)

@@ -171,7 +171,12 @@ class _Enumeration:
 
     def _schedule(self, layout: Layout, sequences: int, size: int) -> list[Violation]:
         return rules.schedule_rules(
-            self.schedules[0], pp=layout.pp, num_micro_batches=sequences // size, loc=("micro_batch",), sequences_per_rank=sequences
+            self.schedules[0],
+            pp=layout.pp,
+            num_micro_batches=sequences // size,
+            loc=("micro_batch",),
+            micro_batch=size,
+            dp=layout.dp,
         )
 
     def _sequence_parallel(self, tp: int) -> list[bool]:

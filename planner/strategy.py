@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from planner import rules
 from planner.assemble import Assembler
+from planner.even_split import even_split
 from planner.layout import Pool, whole_cluster
 from planner.prices import Prices
 from planner.refine import Refined, Refiner
@@ -30,8 +31,8 @@ def plan_from_strategy(
     """The explicit plan of a strategy on a resolved cluster.
 
     ``dp`` defaults to all devices that pp x tp leave; ``split`` to the one that the stage program finds (balanced by time within
-    memory, by time alone where memory does not suffice: the prediction then says so). Raises :class:`InvalidInput` with every
-    violation.
+    memory, by time alone where memory does not suffice: the prediction then says so), or for a schedule that the program does not
+    know to the one of ``planner.even_split``. Raises :class:`InvalidInput` with every violation.
     """
     given = parse_strategy(strategy) if isinstance(strategy, str) else strategy
     pool = _pool(cluster, given.tp, workload)
@@ -46,9 +47,12 @@ def plan_from_strategy(
 
 
 def _split(strategy: Strategy, pool: Pool, model: CostModel, global_batch: int) -> Strategy:
-    refiner = Refiner(Prices(model))
-    passes = global_batch // ((strategy.dp or 1) * strategy.micro_batch)
+    prices = Prices(model)
     used = Pool(pool.places[: strategy.pp * (strategy.dp or 1) * strategy.tp], pool.label)
+    if strategy.schedule not in rules.SEARCHED_SCHEDULES:
+        return replace(strategy, split=even_split(prices, strategy, used))
+    refiner = Refiner(prices)
+    passes = global_batch // ((strategy.dp or 1) * strategy.micro_batch)
     found = refiner.refine(strategy, used, passes)
     if not isinstance(found, Refined):
         found = refiner.refine(strategy, used, passes, ignore_memory=True)
@@ -76,13 +80,15 @@ def check_strategy(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec, 
     pp, tp = strategy.pp, strategy.tp
     found = rules.tp_divides_sizes(graph, tp, loc("tp"))
     found += rules.tp_inside_node(tp, _node_sizes(cluster, pool), loc("tp"))
-    found += rules.pp_at_most_units(pp, graph.num_units(), loc("pp"))
+    found += rules.pp_at_most_units(pp, graph.num_units(), loc("pp"), strategy.stages_per_rank)
     found += rules.micro_batch_allowed(workload, strategy.micro_batch, loc("micro_batch"))
     found += rules.zero_with_pipeline(strategy.zero, pp, loc("zero"))
     found += rules.sequence_divisible_by_tp(workload.max_seq_len, tp, strategy.sequence_parallel, loc("sequence_parallel"))
     found += rules.recompute_classes(strategy.recompute, strategy.op_classes, loc("recompute"))
     if strategy.split is not None and pp > 1:
-        found += rules.split_covers_units(strategy.split, pp=pp, num_units=graph.num_units(), loc=loc("split"))
+        found += rules.split_covers_units(
+            strategy.split, num_stages=strategy.num_stages, num_units=graph.num_units(), loc=loc("split")
+        )
     return found + _check_batch(strategy, pool, workload)
 
 
@@ -102,8 +108,8 @@ def _check_batch(strategy: Strategy, pool: Pool, workload: TrainingSpec) -> list
     batch = rules.batch_splits(workload.global_batch, dp, strategy.micro_batch, (SUBJECT,))
     if batch:
         return found + batch
-    sequences = workload.global_batch // dp
+    passes = workload.global_batch // dp // strategy.micro_batch
     return found + rules.schedule_rules(
-        strategy.schedule, pp=pp, num_micro_batches=sequences // strategy.micro_batch, loc=(SUBJECT, "micro_batch"),
-        sequences_per_rank=sequences,
+        strategy.schedule, pp=pp, num_micro_batches=passes, stages_per_rank=strategy.stages_per_rank,
+        loc=(SUBJECT, "micro_batch"), micro_batch=strategy.micro_batch, dp=dp,
     )  # fmt: skip

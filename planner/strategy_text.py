@@ -1,10 +1,11 @@
 """Strategy: the short form of a plan that people write and read.
 
 ``pp=2 dp=4 tp=8 micro_batch=1 zero=1 sequence_parallel=true recompute=full schedule=1f1b split=41,41``
+``pp=2 dp=4 tp=8 schedule=interleaved chunks=2 split=20,21,21,20``
 
 Keys come in any order, separated by spaces or semicolons. ``recompute`` is ``none``, ``full`` or
-``selective:attention+norm`` (op classes of ``profiler.opset``); ``split`` names the units of each stage. What is not given has
-the default of :class:`Strategy`; ``dp`` then follows from the devices.
+``selective:attention+norm`` (op classes of ``profiler.opset``); ``schedule`` one of ``specs.schedule.SCHEDULES``; ``split`` names
+the units of each stage. What is not given has the default of :class:`Strategy`; ``dp`` then follows from the devices.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from specs.schedule import SCHEDULES
 ALIASES: dict[str, str] = {
     "mbs": "micro_batch", "micro_batch_size": "micro_batch", "zero_stage": "zero", "sp": "sequence_parallel",
     "ac": "recompute", "activation_checkpointing": "recompute", "recomputation": "recompute", "tensor_parallel": "tp",
-    "pipeline_parallel": "pp", "data_parallel": "dp", "layer_split": "split",
+    "pipeline_parallel": "pp", "data_parallel": "dp", "layer_split": "split", "vpp": "chunks", "virtual_stages": "chunks",
 }  # fmt: skip
 SUBJECT = "strategy"
 
@@ -30,8 +31,9 @@ SUBJECT = "strategy"
 class Strategy:
     """One strategy for all devices. ``dp`` None: all devices that pp x tp leave. ``split`` None: balanced by time and memory.
 
-    ``micro_batch`` counts sequences per dp rank and pass. ``shard_group`` None: states shard over all of dp.
-    ``sequence_parallel`` has no effect at tp 1, ``schedule`` and ``split`` none at pp 1.
+    ``micro_batch`` counts sequences per dp rank and pass. ``shard_group`` None: states shard over all of dp. ``chunks``: stages per
+    pipeline rank, None: as many as the schedule has (1 where it leaves that open). ``sequence_parallel`` has no effect at tp 1,
+    ``schedule``, ``chunks`` and ``split`` none at pp 1.
     """
 
     pp: int = 1
@@ -44,7 +46,20 @@ class Strategy:
     recompute: RecomputeMode = RecomputeMode.NONE
     op_classes: tuple[str, ...] = ()
     schedule: str = "1f1b"
+    chunks: int | None = None
     split: tuple[int, ...] | None = None
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that a pipeline rank holds."""
+        if self.pp == 1:
+            return 1
+        return self.chunks or SCHEDULES[self.schedule].stages_per_rank or 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * self.stages_per_rank
 
     def text(self) -> str:
         """The normalised short form; :func:`parse_strategy` reads it back."""
@@ -59,6 +74,8 @@ class Strategy:
         parts.append(f"recompute={recompute_text(self.recompute, self.op_classes)}")
         if self.pp > 1:
             parts.append(f"schedule={self.schedule}")
+            if self.chunks is not None:
+                parts.append(f"chunks={self.chunks}")
             if self.split is not None:
                 parts.append("split=" + ",".join(str(count) for count in self.split))
         return " ".join(parts)
@@ -192,6 +209,7 @@ def _integer(text: str) -> int | None:
 _PARSERS: dict[str, Callable[[_Reader, str, str], None]] = {
     "pp": _Reader.positive, "dp": _Reader.positive, "tp": _Reader.positive, "cp": _Reader.only_one, "ep": _Reader.only_one,
     "micro_batch": _Reader.positive, "zero": _Reader.zero, "shard_group": _Reader.positive,
-    "sequence_parallel": _Reader.boolean, "recompute": _Reader.recompute, "schedule": _Reader.schedule, "split": _Reader.split,
+    "sequence_parallel": _Reader.boolean, "recompute": _Reader.recompute, "schedule": _Reader.schedule,
+    "chunks": _Reader.positive, "split": _Reader.split,
 }  # fmt: skip
 FIELDS = tuple(item.name for item in fields(Strategy))

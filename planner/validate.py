@@ -195,8 +195,11 @@ class _Validator:
                 self._add(
                     "rows_per_rank", f"{len(rows)} schedule rows for {pp} pipeline ranks", where, actual=len(rows), allowed=[pp]
                 )
-            else:
-                self.found += validate_rows(rows, num_stages=len(pipeline.stages), num_micro_batches=pipeline.num_micro_batches)
+                return
+            broken = validate_rows(rows, num_stages=len(pipeline.stages), num_micro_batches=pipeline.num_micro_batches)
+            self.found += broken
+            if not broken:
+                self._stage_places(pipeline, loc)
             return
         if per_rank != plan.schedule.stages_per_rank:
             self._add(
@@ -205,11 +208,24 @@ class _Validator:
                 allowed=[plan.schedule.stages_per_rank],
             )  # fmt: skip
             return
-        sequences = pipeline.num_micro_batches * pipeline.micro_batch
-        self.found += rules.schedule_rules(
+        found = rules.schedule_rules(
             plan.schedule.name, pp=pp, num_micro_batches=pipeline.num_micro_batches, stages_per_rank=plan.schedule.stages_per_rank,
-            loc=where, sequences_per_rank=sequences,
+            loc=where, micro_batch=pipeline.micro_batch, dp=pipeline.stages[0].mesh.dp,
         )  # fmt: skip
+        self.found += found
+        if not found:
+            self._stage_places(pipeline, loc)
+
+    def _stage_places(self, pipeline: Pipeline, loc: Loc) -> None:
+        """Each stage on the pipeline rank that runs it."""
+        grids = pipeline.ranks()
+        placed = [grids.index(stage.devices) for stage in pipeline.stages]
+        wanted = list(self.plan.schedule.stage_ranks(num_ranks=pipeline.pp))
+        if placed != wanted:
+            self._add(
+                "stage_on_other_rank", f"stages lie on pipeline ranks {_some(placed)}, the schedule runs them on {_some(wanted)}",
+                (*loc, "stages"), actual=placed, allowed=wanted,
+            )  # fmt: skip
 
     # --- stages ------------------------------------------------------------------------------------------------
 

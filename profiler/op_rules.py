@@ -15,11 +15,13 @@ from specs.graph import DTYPE_BYTES
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-def gemm_kernel(m: Size, n: Size, k: Size, batch: Size, dtype_bytes: float, *, backward: bool = False) -> Kernel:
+def gemm_kernel(
+    m: Size, n: Size, k: Size, batch: Size, dtype_bytes: float, *, backward: bool = False, weight_grad: bool = False
+) -> Kernel:
     """(m x k) times (k x n), ``batch`` times. FLOP 2mnk; bytes of both operands and the result."""
     flop = product((m, n, k, batch)) * 2
     moved = (product((m, k)) + product((k, n)) + product((m, n))) * batch * dtype_bytes
-    return Kernel(OpClass.GEMM, flop, moved, flop, dims=(m, n, k, batch), backward=backward)
+    return Kernel(OpClass.GEMM, flop, moved, flop, dims=(m, n, k, batch), backward=backward, weight_grad=weight_grad)
 
 
 def linear(call: Call) -> OpRule:
@@ -31,7 +33,7 @@ def linear(call: Call) -> OpRule:
     if x.requires_grad:
         backward.append(gemm_kernel(m, k, n, 1, size, backward=True))
     if weight.requires_grad:
-        backward.append(gemm_kernel(n, k, m, 1, size, backward=True))
+        backward.append(gemm_kernel(n, k, m, 1, size, backward=True, weight_grad=weight.is_param))
     return OpRule(OpClass.GEMM, (gemm_kernel(m, n, k, 1, size),), tuple(backward), product_saves(x, weight))
 
 
@@ -63,7 +65,7 @@ def matmul_of(x: Tensor, y: Tensor) -> OpRule:
     if x.requires_grad:
         backward.append(gemm_kernel(m, k, n, batch, size, backward=True))
     if y.requires_grad:
-        backward.append(gemm_kernel(k, n, m, batch, size, backward=True))
+        backward.append(gemm_kernel(k, n, m, batch, size, backward=True, weight_grad=y.is_param))
     return OpRule(OpClass.GEMM, (gemm_kernel(m, n, k, batch, size),), tuple(backward), product_saves(x, y))
 
 
@@ -75,9 +77,9 @@ def grouped_mm(call: Call) -> OpRule:
     moved = (product((m, k)) + product((m, n)) + product((experts, k, n))) * DTYPE_BYTES[x.dtype]
     forward = Kernel(OpClass.GROUPED_GEMM, flop, moved, flop, dims=(m, n, k, experts))
     backward = tuple(
-        Kernel(OpClass.GROUPED_GEMM, flop, moved, flop, dims=dims, backward=True)
-        for dims, needed in (((m, k, n, experts), x.requires_grad), ((n, k, m, experts), weight.requires_grad))
-        if needed
+        Kernel(OpClass.GROUPED_GEMM, flop, moved, flop, dims=dims, backward=True, weight_grad=of.is_param)
+        for dims, of in (((m, k, n, experts), x), ((n, k, m, experts), weight))
+        if of.requires_grad
     )
     return OpRule(OpClass.GROUPED_GEMM, (forward,), backward, product_saves(x, weight))
 
@@ -207,8 +209,8 @@ def embedding(call: Call) -> OpRule:
     forward = (memory_kernel(OpClass.EMBEDDING, out.bytes * 2),)
     if not weight.requires_grad:
         return OpRule(OpClass.EMBEDDING, forward)
-    backward = (memory_kernel(OpClass.EMBEDDING, weight.bytes + out.bytes * 3, backward=True),)
-    return OpRule(OpClass.EMBEDDING, forward, backward, (1,))
+    filled = memory_kernel(OpClass.EMBEDDING, weight.bytes + out.bytes * 3, backward=True)
+    return OpRule(OpClass.EMBEDDING, forward, (replace(filled, weight_grad=weight.is_param),), (1,))
 
 
 def cross_entropy(call: Call) -> OpRule:

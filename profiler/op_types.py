@@ -53,7 +53,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One device kernel: what its time depends on. ``m n k batch`` for products; ``heads q_len kv_len head_dim`` for attention."""
+    """One device kernel: what its time depends on. ``m n k batch`` for products; ``heads q_len kv_len head_dim`` for attention.
+
+    ``weight_grad``: a kernel of backward that makes a parameter's gradient and nothing else, so that it may run later.
+    """
 
     op_class: OpClass
     flop: Size
@@ -62,6 +65,7 @@ class Kernel:
     dims: tuple[Size, ...] = ()
     causal: bool = False
     backward: bool = False
+    weight_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,9 @@ def exchanges(
             whole = split.cp * sum(numeric_tensor(tensor, batch, seq, dtype).bytes for tensor in op.inputs[1:3])
             gather = network.collective("all_gather", whole, split.cp_shape).seconds
             scatter = network.collective("reduce_scatter", whole, split.cp_shape).seconds
-            _add(forward, "cp_comm", _exposed_s(gather, price.forward_s, split.ring))
-            _add(backward, "cp_comm", _exposed_s(gather + scatter, price.backward_s, split.ring))
+            _add(forward, "cp_comm", exposed_s(gather, price.forward_s) if split.ring else gather)
+            moves = gather + scatter
+            _add(backward, "cp_comm", exposed_s(moves, price.backward_s) if split.ring else moves)
             moved += whole
     if split.ep_shape is not None:
         grouped = [op for op in placed.ops if op.op_class == OpClass.GROUPED_GEMM]
@@ -104,9 +105,8 @@ def exchanges(
     return Exchanges(forward, backward, moved)
 
 
-def _exposed_s(comm_s: float, beside_s: float, ring: bool) -> float:
-    if not ring:
-        return comm_s
+def exposed_s(comm_s: float, beside_s: float) -> float:
+    """What a collective adds to the work that hides it."""
     return max(0.0, comm_s - beside_s) + INTERFERENCE * min(comm_s, beside_s)
 
 

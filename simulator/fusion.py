@@ -209,10 +209,11 @@ def join_projections(
         backward += pricer.kernel_s(gemm_kernel(sum(widths), k, rows, 1, size, backward=True), dtype)
         for member, width in zip(members, widths, strict=True):
             share = width / sum(widths)
-            first = int(member == members[0])
+            first, alone = int(member == members[0]), joined[member]
+            backward_s = min(alone.backward_s, backward * share)
             joined[member] = replace(
-                joined[member], forward_s=min(joined[member].forward_s, forward * share),
-                backward_s=min(joined[member].backward_s, backward * share), forward_kernels=first, backward_kernels=2 * first,
+                alone, forward_s=min(alone.forward_s, forward * share), backward_s=backward_s,
+                weight_grad_s=backward_s * alone.weight_grad_share, forward_kernels=first, backward_kernels=2 * first,
             )  # fmt: skip
     return joined
 

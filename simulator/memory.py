@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from simulator.stage_cost import StageCost
 from specs.plan import CollectiveOptions
-from specs.schedule import Action
+from specs.schedule import Action, passes_of
 
 
 @dataclass
@@ -48,7 +48,8 @@ class MemoryRules:
 
 
 class RankMemory:
-    """Walks a row of actions; see the module docstring. ``stages``: stage number -> cost, of the stages on this rank."""
+    """Walks a row of actions; see the module docstring. ``stages``: stage number -> cost, of the stages on this rank.
+    ``overlaps``: a backward runs while the forward before it may be at its fullest (``specs.schedule.passes_of``)."""
 
     def __init__(
         self,
@@ -58,7 +59,9 @@ class RankMemory:
         num_stages: int,
         options: CollectiveOptions,
         rules: MemoryRules,
+        overlaps: bool = False,
     ) -> None:
+        self.passes, self._beside = passes_of(row, overlaps=overlaps), 0.0
         self.stages, self.row, self.num_stages, self.options, self.rules = stages, row, num_stages, options, rules
         self.peak = MemoryPeak()
         self.curve: list[tuple[str, float]] = []
@@ -71,11 +74,16 @@ class RankMemory:
     def run(self) -> MemoryPeak:
         """The peak over the step."""
         self._note("between steps", workspace=0.0, gathered=0.0)
-        for action in self.row:
-            if action.kind == "F":
-                self._forward(action)
-            elif action.kind in "BI":
-                self._backward(action)
+        for actions in self.passes:
+            for action in actions:
+                if action.kind == "F":
+                    self._forward(action)
+                elif action.kind == "W":
+                    self._weight_gradients(action)
+                else:
+                    self._beside = max(unit.forward_peak_bytes for unit in self.stages[actions[0].stage].units) * (len(actions) - 1)
+                    self._backward(action, whole=action.kind == "B")
+                    self._beside = 0.0
         self._note("optimizer step", workspace=0.0, gathered=self._kept_gathered())
         return self.peak
 
@@ -122,23 +130,39 @@ class RankMemory:
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs += cost.units[-1].output_bytes
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, *, whole: bool) -> None:
+        """The backward of a stage, or (not ``whole``) the part that makes no gradients of parameters."""
         cost = self.stages[action.stage]
         for index in reversed(range(len(cost.units))):
-            unit, full = cost.units[index], cost.unit_grad_bytes(index)
-            first = (action.stage, index) not in self._has_grad
-            transient = full  # what autograd has just computed, until it is added or copied to where it stays
-            if first:
-                self._has_grad.add((action.stage, index))
-                self.grads += self._kept_grads(cost, full)
-                transient = full if self._kept_grads(cost, full) < full else 0.0
-            self._note(f"{action}", unit.backward_peak_bytes + transient, self._gathered(cost, index, -1))
-            if cost.stage.zero >= 2 and cost.shard_degree > 1:
-                flat = (1 + self.rules.flat_copies) * full
-                self._note(f"{action}", 0.0, self._gathered(cost, index, -1), flat)
-            self.saved -= unit.saved_bytes
+            unit = cost.units[index]
+            if whole:
+                self._gradients(action, index, unit.backward_peak_bytes, self._gathered(cost, index, -1))
+                self.saved -= unit.saved_bytes
+            else:
+                self._note(f"{action}", unit.input_backward_peak_bytes, self._gathered(cost, index, -1))
+                self.saved += unit.weight_saved_bytes - unit.saved_bytes
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs -= cost.units[-1].output_bytes
+
+    def _weight_gradients(self, action: Action) -> None:
+        """The other part of a split backward. Sharded weights are not gathered for it."""
+        cost = self.stages[action.stage]
+        for index in reversed(range(len(cost.units))):
+            self._gradients(action, index, 0.0, self._kept_gathered())
+            self.saved -= cost.units[index].weight_saved_bytes
+
+    def _gradients(self, action: Action, index: int, workspace: float, gathered: float) -> None:
+        """A unit's gradients appear, on top of ``workspace``; where sharded they are then reduced from flat buffers."""
+        cost = self.stages[action.stage]
+        full = cost.unit_grad_bytes(index)
+        transient = full  # what autograd has just computed, until it is added or copied to where it stays
+        if (action.stage, index) not in self._has_grad:
+            self._has_grad.add((action.stage, index))
+            self.grads += self._kept_grads(cost, full)
+            transient = full if self._kept_grads(cost, full) < full else 0.0
+        self._note(f"{action}", workspace + transient, gathered)
+        if cost.stage.zero >= 2 and cost.shard_degree > 1:
+            self._note(f"{action}", 0.0, gathered, (1 + self.rules.flat_copies) * full)
 
     def _kept_grads(self, cost: StageCost, full: float) -> float:
         """Bytes that a unit's gradient adds for the rest of the step at its first backward."""
@@ -153,7 +177,7 @@ class RankMemory:
 
     def _note(self, moment: str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> None:
         buffers = comm_buffers + self.rules.buffer_bytes
-        terms = {**self._static, "gathered": gathered, "workspace": workspace, "comm_buffers": buffers}
+        terms = {**self._static, "gathered": gathered, "workspace": workspace + self._beside, "comm_buffers": buffers}
         terms["grads"] += self.grads
         terms["activations"] = self.saved + self.outputs
         total = sum(terms.values())

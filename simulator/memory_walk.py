@@ -10,6 +10,8 @@ from simulator.pricing import OpPrice, OpPricer
 from specs.plan import RecomputeMode
 
 EVERY_SECOND_PRODUCT = "gemm/2"
+# Ops whose weight gradients are kernels of their own; those of norms and biases come with the input's gradient.
+WITH_WEIGHTS = (OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.EMBEDDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +120,38 @@ class MemoryWalk:
             live = {root for root in live if last_use.get(root, -1) > index or root in outputs}
         return peak
 
-    def backward_peak(self) -> float:
+    def _weight_needs(self) -> tuple[set[str], set[str]]:
+        """Roots that gradients of parameters are made from: inputs of the ops with parameters, and their results' gradients."""
+        inputs: set[str] = set()
+        results: set[str] = set()
+        for op in self.placed.ops:
+            if op.op_class in WITH_WEIGHTS and any(tensor.kind == "param" and tensor.requires_grad for tensor in op.inputs):
+                inputs |= {tensor.root for tensor in op.inputs} - self.weights
+                results |= {tensor.root for tensor in op.outputs}
+        return inputs, results
+
+    def weight_saved_bytes(self) -> float:
+        """What stays after the input-gradient part of a split backward until the weight gradients are made."""
+        inputs, results = self._weight_needs()
+        return sum(self.sizes[root] for root in inputs) + sum(self.sizes[root] for root in results)
+
+    def backward_peak(self, *, split: bool = False) -> float:
         """Most bytes held in backward beyond what was kept before it: activation gradients, temporaries, recomputed tensors.
 
         Walks the ops in reverse: the gradient of each result lives from its first use until the op's backward ran; what an op
-        kept is freed once no earlier op kept it too. Weight gradients are counted elsewhere.
+        kept is freed once no earlier op kept it too. Weight gradients are counted elsewhere. ``split``: of the input-gradient part
+        alone, which frees nothing that weight gradients need.
         """
         start = self.saved_bytes()
+        inputs, results_kept = self._weight_needs() if split else (set(), set())
         held = self.all_saved_bytes() + (start if self.recompute.mode == RecomputeMode.FULL else 0.0)
         if self.recompute.mode == RecomputeMode.SELECTIVE:
             held += self._recomputed_bytes()
         first_keeper: dict[str, int] = {}
         for index in reversed(range(len(self.placed.ops))):
             for root in self.saved_by_op[index] if self.recompute.mode == RecomputeMode.SELECTIVE else self.kept_by_op[index]:
-                first_keeper[root] = index
+                if root not in inputs:
+                    first_keeper[root] = index
         grads = {tensor.root for tensor in self.placed.outputs if tensor.requires_grad}
         peak = held + sum(self.sizes[root] for root in grads)
         for index in reversed(range(len(self.placed.ops))):
@@ -142,9 +162,9 @@ class MemoryWalk:
             now = held + sum(self.sizes[root] for root in grads | produced) + price.backward_workspace_bytes
             peak = max(peak, now)
             results = {tensor.root for tensor in op.outputs}
-            grads = (grads | produced) - (results - produced)
+            grads = (grads | produced) - (results - produced - results_kept)
             held -= sum(self.sizes[root] for root, keeper in first_keeper.items() if keeper == index) + price.saved_extra_bytes
-        return max(0.0, peak - start)
+        return max(0.0, max(peak, self.weight_saved_bytes() if split else 0.0) - start)
 
     def _recomputed_bytes(self) -> float:
         again = set().union(*(saved for index, saved in enumerate(self.saved_by_op) if index in self.recomputed), set())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from simulator.cost_model import CostModel
+from simulator.exchange import exposed_s
 from simulator.runtime_rules import RuntimeRules
 from simulator.stage_cost import StageCost
 
@@ -24,12 +26,22 @@ class PassTerms:
         }
         return _with_exchanges(terms, [unit.exchange_forward for unit in units])
 
-    def backward(self, cost: StageCost, indices: Sequence[int], accumulates: bool) -> dict[str, float]:
-        """Backward of some units, recompute included; ``accumulates``: their gradients are added to those of earlier passes."""
+    def backward(self, cost: StageCost, indices: Sequence[int], accumulates: bool, kind: str = "B") -> dict[str, float]:
+        """Backward of some units, recompute included; ``accumulates``: their gradients are added to those of earlier passes.
+
+        ``kind``: all of it (``B``), without the gradients of parameters (``I``), or those alone (``W``).
+        """
         units = [cost.units[index] for index in indices]
         add = 0.0
         if accumulates:  # gradients of later micro-batches are added: two reads and a write
             add = sum(self.model.grad_add_s(cost.device, cost.params[index].trainable) for index in indices)
+        if kind == "W":
+            return {"backward": cost.slowdown * (sum(unit.weight_grad_s for unit in units) + add)}
+        if kind == "I":
+            units = [
+                replace(unit, backward_s=unit.backward_s - unit.weight_grad_s, tp_backward_s=unit.tp_split_backward_s)
+                for unit in units
+            ]
         terms = {
             "backward": cost.slowdown * (sum(unit.backward_s for unit in units) + add),
             "recompute": cost.slowdown * sum(unit.recompute_s for unit in units),
@@ -39,6 +51,15 @@ class PassTerms:
             ),
         }
         return _with_exchanges(terms, [unit.exchange_backward for unit in units])
+
+    def overlapped(self, forward: StageCost, backward: StageCost, accumulates: bool) -> dict[str, float]:
+        """Forward of one stage beside backward of another: the exchange of each runs beside the compute of the other (DualPipe,
+        arXiv 2412.19437 §3.2.1)."""
+        first = self.forward(forward, range(len(forward.units)))
+        second = self.backward(backward, range(len(backward.units)), accumulates)
+        exposed = exposed_s(first.pop("ep_comm", 0.0), second["backward"] + second["recompute"])
+        exposed += exposed_s(second.pop("ep_comm", 0.0), first["forward"])
+        return _with_exchanges(first, [second, {"ep_comm": exposed}])
 
     def _tp_wait_s(self, cost: StageCost, work_s: float, calls: int) -> float:
         """Waiting for the slowest tensor-parallel rank at each collective of a unit."""

@@ -16,6 +16,7 @@ from specs.graph import ModelGraph
 from specs.plan import Plan
 from specs.prediction import Assumption, MemoryPrediction, Prediction, PriceSource, RankPrediction
 from specs.profile import Profile
+from specs.schedule import splits_backward
 from specs.terms import TIME_TERMS
 from specs.training import TrainingSpec
 
@@ -78,7 +79,7 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
         provenance=tuple(
             PriceSource(source=name.value, seconds=shares[name].seconds, num_ops=shares[name].num_ops) for name in sorted(shares)
         ),
-        assumptions=tuple(_assumptions(model, result.ranks)),
+        assumptions=(*_assumptions(model, result.ranks), *_schedule_assumptions(model, plan, result.ranks)),
         flags=tuple(_flags(ranks)),
     )
 
@@ -87,7 +88,9 @@ def _rank_prediction(model: CostModel, plan: Plan, rank: RankStep) -> RankPredic
     first = next(iter(rank.stages.values()))
     rules: MemoryRules = memory_rules_for(model.cluster, model.software)
     num_stages = len(plan.pipelines[rank.pipeline].stages)
-    peak = RankMemory(rank.stages, rank.row, num_stages=num_stages, options=plan.collectives, rules=rules).run()
+    peak = RankMemory(
+        rank.stages, rank.row, num_stages=num_stages, options=plan.collectives, rules=rules, overlaps=plan.schedule.overlaps
+    ).run()
     return RankPrediction(
         ranks=first.stage.devices,
         stage=min(rank.stages),
@@ -192,6 +195,30 @@ def _cost_usd(model: CostModel, ranks: Iterable[RankPrediction], step_s: float) 
             return None
         total += len(rank.ranks) * price * step_s / 3600
     return total
+
+
+def _schedule_assumptions(model: CostModel, plan: Plan, ranks: list[RankStep]) -> list[Assumption]:
+    """What had to be assumed to run backward in two parts, or beside a forward."""
+    found: list[Assumption] = []
+    if splits_backward([rank.row for rank in ranks]):
+        found.append(
+            Assumption(
+                what="split backward: weight gradients of products and embeddings can wait, those of norms and biases come with "
+                "the input's; until they are made, the products' inputs and their results' gradients stay"
+            )
+        )
+        if any(model.pricer(cost.device).table is not None for rank in ranks for cost in rank.stages.values()):
+            found.append(
+                Assumption(what="split backward: share of weight gradients in the measured backward of a product", value=0.5)
+            )
+    if plan.schedule.overlaps:
+        found.append(
+            Assumption(
+                what=f"{plan.schedule.name}: expert exchange of a forward hides behind the backward beside it and the other way "
+                "round; passes that gather or reduce unit by unit run one after the other"
+            )
+        )
+    return found
 
 
 def _assumptions(model: CostModel, ranks: list[RankStep]) -> list[Assumption]:

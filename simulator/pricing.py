@@ -24,7 +24,8 @@ class OpPrice:
     """Seconds of one op forward and backward, what memory it holds, and where the numbers come from.
 
     ``saved_inputs``/``saved_outputs`` are positions among the op's tensor arguments / results. ``*_kernels``: kernels whose launch
-    is not in the seconds (measured ones include it). ``relative_error``: expected of both passes together.
+    is not in the seconds (measured ones include it). ``relative_error``: expected of both passes together. ``weight_grad_s``: the
+    part of backward that makes gradients of parameters alone; those of biases and norms come with the input's gradient.
     """
 
     forward_s: float
@@ -40,11 +41,17 @@ class OpPrice:
     forward_kernels: int = 0
     backward_kernels: int = 0
     relative_error: float = 0.0
+    weight_grad_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Both passes."""
         return self.forward_s + self.backward_s
+
+    @property
+    def weight_grad_share(self) -> float:
+        """Share of backward that makes gradients of parameters alone."""
+        return self.weight_grad_s / self.backward_s if self.backward_s > 0 else 0.0
 
 
 PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
@@ -111,6 +118,7 @@ class OpPricer:
             sum(forward), sum(backward), rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes), 0.0,
             float(rule.backward_workspace_bytes), source, op.op.target, rule.known, len(forward), len(backward),
             error_s / max(sum(forward) + sum(backward), 1e-30),
+            sum(seconds for kernel, seconds in zip(rule.backward, backward, strict=True) if kernel.weight_grad),
         )  # fmt: skip
 
     def kernel_s(self, kernel: Kernel, dtype: str | None = None) -> float:
@@ -154,5 +162,11 @@ class OpPricer:
             )
         return OpPrice(
             forward_s, backward_s, saved_inputs, saved_outputs, extra, forward_workspace, backward_workspace, source, op.op.target,
-            relative_error=float(defaults()["interval"][source.value]),
+            relative_error=float(defaults()["interval"][source.value]), weight_grad_s=backward_s * even_share(rule),
         )  # fmt: skip
+
+
+def even_share(rule: OpRule) -> float:
+    """Share of an op's backward that makes gradients of parameters, every kernel taken as equally long: a measurement has backward
+    as a whole (the two products of a linear layer's backward have the same FLOP)."""
+    return sum(kernel.weight_grad for kernel in rule.backward) / len(rule.backward) if rule.backward else 0.0

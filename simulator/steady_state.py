@@ -1,4 +1,4 @@
-"""Long steps from short ones: beyond the pipeline's fill every further group of micro-batches takes the same time.
+"""Long steps from short ones: beyond the pipeline's fill every further period of micro-batches takes the same time.
 
 A step of ``m`` micro-batches is simulated with two smaller numbers of them and each term is continued in a straight line; the
 memory is that of the longer of the two, which holds as many micro-batches in flight.
@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 from simulator.cost_model import CostModel
 from simulator.predict import prediction_of, simulate
-from specs.plan import Plan
+from specs.plan import PipelineSchedule, Plan
 from specs.prediction import Prediction
+from specs.schedule import SCHEDULES
+
+# Waits of unlike stages for one another come again after 1, 2, 3 or 4 micro-batches; groups of an interleaved schedule after one.
+PERIOD = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +27,25 @@ class Window:
     long: int
 
 
-def window(num_micro_batches: int, pp: int, chunks: int = 1) -> Window:
-    """The two lengths for a schedule of ``pp`` ranks; interleaved ones grow by whole groups of ``pp``."""
-    group = pp if chunks > 1 else 1
-    short = group * (2 if chunks > 1 else max(2, pp + 2))
-    long = short + (group if chunks > 1 else 1 if pp == 1 else 4)
-    if num_micro_batches <= long + group:
+def window(num_micro_batches: int, pp: int, schedule: PipelineSchedule) -> Window:
+    """The two lengths for a schedule of ``pp`` ranks, a whole number of periods below ``num_micro_batches``."""
+    rule = SCHEDULES.get(schedule.name)
+    if pp > 1 and rule is None:
         return Window(None, num_micro_batches)
-    return Window(short, long)
+    period, filled = (1, 3) if pp == 1 or rule is None else (PERIOD, max(pp, rule.least(pp)) + 2)
+    if pp > 1 and rule is not None and rule.in_groups:
+        period, filled = pp, 2 * pp
+    short = filled + (num_micro_batches - filled) % period
+    if short + period >= num_micro_batches:
+        return Window(None, num_micro_batches)
+    return Window(short, short + period)
 
 
-def predict_long(
-    model: CostModel, plan_with: Callable[[int], Plan], num_micro_batches: int, pp: int, chunks: int = 1
-) -> Prediction:
-    """The prediction of a step of ``num_micro_batches``. ``plan_with(m)``: the plan with ``m`` micro-batches."""
-    lengths = window(num_micro_batches, pp, chunks)
-    long_plan = plan_with(lengths.long)
+def predict_long(model: CostModel, plan_with: Callable[[int], Plan], num_micro_batches: int) -> Prediction:
+    """The prediction of a step of ``num_micro_batches``. ``plan_with(m)``: the plan of one pipeline with ``m`` micro-batches."""
+    whole = plan_with(num_micro_batches)
+    lengths = window(num_micro_batches, whole.pipelines[0].pp, whole.schedule)
+    long_plan = whole if lengths.short is None else plan_with(lengths.long)
     long = prediction_of(model, long_plan, simulate(model, long_plan))
     if lengths.short is None:
         return long

@@ -16,7 +16,7 @@ from simulator.runtime_rules import RuntimeRules, rules_for
 from simulator.stage_cost import StageCost, pipeline_stages, stage_cost
 from simulator.state_comm import StateComm
 from specs.plan import Pipeline, Plan
-from specs.schedule import Action, Rows, dependencies
+from specs.schedule import Action, Rows, dependencies, passes_of
 
 
 @dataclass
@@ -114,23 +114,20 @@ class _PipelineTasks:
         self.done: set[Action] = set()
         self.last_backward: dict[tuple[int, int], int] = {}
         self.reductions: dict[int, list[int]] = {rank.rank: [] for rank in ranks}
-        self.passes = _first_and_last(rows)
+        self.first, self.last = _first_and_last(rows)
         self.terms = PassTerms(sim.model, sim.rules)
         self.state_comm = StateComm(self.model.network, by_tensor=self.software.gathers_by_tensor)
 
     def add(self) -> None:
-        position = [0] * len(self.rows)
+        queues = [passes_of(row, overlaps=self.sim.plan.schedule.overlaps) for row in self.rows]
+        position = [0] * len(queues)
         moved = True
         while moved:
             moved = False
-            for number, row in enumerate(self.rows):
-                while position[number] < len(row):
-                    action = row[position[number]]
-                    needed = dependencies(action, self.num_stages)
-                    if not all(any(option in self.done for option in options) for options in needed):
-                        break
-                    self._action(self.ranks[number], action)
-                    self.done.add(action)
+            for number, queue in enumerate(queues):
+                while position[number] < len(queue) and self._is_ready(queue[position[number]]):
+                    self._pass(self.ranks[number], queue[position[number]])
+                    self.done.update(queue[position[number]])
                     position[number] += 1
                     moved = True
         for rank in self.ranks:
@@ -138,27 +135,40 @@ class _PipelineTasks:
 
     # --- forward and backward -----------------------------------------------------------------------------------
 
-    def _action(self, rank: RankStep, action: Action) -> None:
-        cost = rank.stages[action.stage]
-        after = [self.arrived[action]] if action in self.arrived else []
-        if action.kind == "F":
-            last = self._forward(rank, cost, action, after)
-            self._send(rank, action, last, action.stage + 1, cost.units[-1].output_bytes)
-        else:
-            last = self._backward(rank, cost, action, after)
-            self._send(rank, action, last, action.stage - 1, cost.units[0].input_bytes)
+    def _is_ready(self, actions: tuple[Action, ...]) -> bool:
+        needed = [options for action in actions for options in dependencies(action, self.num_stages)]
+        return all(any(option in self.done for option in options) for options in needed)
 
-    def _send(self, rank: RankStep, action: Action, last: int, target_stage: int, size_bytes: float) -> None:
+    def _pass(self, rank: RankStep, actions: tuple[Action, ...]) -> None:
+        """One action, or two that run beside one another; those that gather or reduce unit by unit run one after the other."""
+        after = [self.arrived[action] for action in actions if action in self.arrived]
+        if len(actions) > 1 and not any(self._by_unit(rank, action) for action in actions):
+            costs = [rank.stages[action.stage] for action in actions]
+            terms = self.terms.overlapped(costs[0], costs[1], self._accumulates(actions[1]))
+            self._count_tp(rank, costs[0])
+            last = self._compute(rank, terms, after, " ".join(map(str, actions)), "pipeline")
+            for action in actions:
+                self._send(rank, action, last)
+            return
+        for action in actions:
+            run = self._forward if action.kind == "F" else self._backward
+            needed = [self.arrived[action]] if action in self.arrived else []
+            self._send(rank, action, run(rank, rank.stages[action.stage], action, needed))
+
+    def _send(self, rank: RankStep, action: Action, last: int) -> None:
         """Send to the neighbour stage; what arrives there enables its own action."""
+        forward, cost = action.kind == "F", rank.stages[action.stage]
+        target_stage = action.stage + (1 if forward else -1)
         if not 0 <= target_stage < self.num_stages or action.kind == "W":
             return
-        kinds = ("F",) if action.kind == "F" else ("B", "I")
+        size_bytes = cost.units[-1].output_bytes if forward else cost.units[0].input_bytes
+        kinds = ("F",) if forward else ("B", "I")
         target = self.owner[target_stage]
         if target is rank:
             arrived = last
         else:
             stage, other = self.pipeline.stages[action.stage], self.pipeline.stages[target_stage]
-            seconds = self.terms.p2p_s(rank.stages[action.stage], size_bytes, stage.devices[-1], other.devices[-1])
+            seconds = self.terms.p2p_s(cost, size_bytes, stage.devices[-1], other.devices[-1])
             if self.software.p2p_blocking:
                 arrived = self._compute(rank, {"pipeline": seconds}, [last], f"send {action}", "pipeline")
             else:
@@ -171,18 +181,38 @@ class _PipelineTasks:
     def _link(self, source: int, target: int) -> int:
         return self.engine.stream(f"p{self.index} link {source}>{target}")
 
-    def _is_first(self, action: Action) -> bool:
-        return action.micro_batch == self.passes[action.stage][0]
+    def _gathers(self, cost: StageCost, action: Action) -> bool:
+        """Whether an action gathers each unit's parameters before it."""
+        if cost.shard_degree == 1 or action.kind == "W":
+            return False
+        first = cost.stage.zero in (1, 2) and action in self.first and self.software.overlap_param_gather
+        return cost.stage.zero == 3 or (action.kind == "F" and first)
 
-    def _is_last(self, action: Action) -> bool:
-        return action.micro_batch == self.passes[action.stage][1]
+    def _reduces(self, cost: StageCost, action: Action) -> bool:
+        """Whether an action reduces each unit's gradients into shards after it."""
+        if cost.shard_degree == 1 or action.kind not in "BW":
+            return False
+        return cost.stage.zero in (2, 3) or (action in self.last and self.software.overlap_grad_reduce)
+
+    def _all_reduces(self, cost: StageCost, action: Action) -> bool:
+        """Whether an action sums gradients over all replicas, bucket by bucket."""
+        is_last = action.kind in "BW" and action in self.last
+        return cost.stage.zero == 0 and cost.dp_shape.size > 1 and is_last and not self._reduces_at_end(cost)
+
+    def _by_unit(self, rank: RankStep, action: Action) -> bool:
+        cost = rank.stages[action.stage]
+        return self._gathers(cost, action) or self._reduces(cost, action) or self._all_reduces(cost, action)
+
+    def _accumulates(self, action: Action) -> bool:
+        return action.kind in "BW" and action not in self.first and not self.software.fused_grad_add
+
+    def _count_tp(self, rank: RankStep, cost: StageCost) -> None:
+        _count(rank, "tp", sum(unit.tp_bytes for unit in cost.units))
 
     def _forward(self, rank: RankStep, cost: StageCost, action: Action, after: list[int]) -> int:
-        first = cost.stage.zero in (1, 2) and self._is_first(action) and self.software.overlap_param_gather
-        gathers = cost.stage.zero == 3 or first
-        rank.link_bytes["tp"] = rank.link_bytes.get("tp", 0.0) + sum(unit.tp_bytes for unit in cost.units)
+        self._count_tp(rank, cost)
         wait = "pipeline" if self.num_stages > 1 else "other"
-        if not gathers or cost.shard_degree == 1:
+        if not self._gathers(cost, action):
             return self._compute(rank, self.terms.forward(cost, range(len(cost.units))), after, f"{action}", wait)
         last = -1
         computed: list[int] = []
@@ -197,15 +227,12 @@ class _PipelineTasks:
         return last
 
     def _backward(self, rank: RankStep, cost: StageCost, action: Action, after: list[int]) -> int:
-        zero, sharded = cost.stage.zero, cost.shard_degree > 1
-        last_pass = self._is_last(action)
-        reduces = (zero in (2, 3) and sharded) or (last_pass and zero == 1 and sharded and self.software.overlap_grad_reduce)
-        ddp = zero == 0 and cost.dp_shape.size > 1 and last_pass and not self._reduces_at_end(cost)
-        gathers = zero == 3 and sharded
-        accumulates = not self._is_first(action) and not self.software.fused_grad_add
+        gathers, reduces, ddp = self._gathers(cost, action), self._reduces(cost, action), self._all_reduces(cost, action)
+        accumulates = self._accumulates(action)
         wait = "pipeline" if self.num_stages > 1 else "other"
         if not (reduces or ddp or gathers):
-            return self._compute(rank, self.terms.backward(cost, range(len(cost.units)), accumulates), after, f"{action}", wait)
+            terms = self.terms.backward(cost, range(len(cost.units)), accumulates, action.kind)
+            return self._compute(rank, terms, after, f"{action}", wait)
         computed: list[int] = []
         prefetch = self.sim.plan.collectives.prefetch_units
         gathered: dict[int, int] = {}  # the last unit's weights are still there from forward
@@ -220,11 +247,12 @@ class _PipelineTasks:
             gate = list(after) if first else []
             gather(index)
             gate += [gathered[index]] if index in gathered else []
-            terms = self.terms.backward(cost, [index], accumulates and zero not in (2, 3))
+            terms = self.terms.backward(cost, [index], accumulates and cost.stage.zero not in (2, 3), action.kind)
             if gathers and index < len(cost.units) - 1:
                 terms["dp_comm"] = self.terms.unpack_s(cost, index)
             if reduces or gathers:
-                terms["dp_comm"] = terms.get("dp_comm", 0.0) + self.terms.dp_wait_s(cost, terms["backward"] + terms["recompute"])
+                work_s = terms["backward"] + terms.get("recompute", 0.0)
+                terms["dp_comm"] = terms.get("dp_comm", 0.0) + self.terms.dp_wait_s(cost, work_s)
             if ddp:
                 terms["backward"] += self.rules.bucket_copies * self.model.copy_s(cost.device, cost.unit_grad_bytes(index))
             task = self._compute(rank, terms, gate, f"{action} u{index}", wait if first else "dp_comm")
@@ -351,6 +379,8 @@ class _PipelineTasks:
             return
         elements = alias or max((item.trainable for item in cost.params[:1]), default=0.0)
         first, last = self.pipeline.stages[0].devices[0], self.pipeline.stages[-1].devices[0]
+        if first == last:  # a V holds both on one rank
+            return
         seconds = self.model.network.collective(
             "all_reduce", elements * cost.grad_bytes, self.model.network.shape((first, last))
         ).seconds
@@ -362,14 +392,17 @@ def _count(rank: RankStep, axis: str, num_bytes: float) -> None:
     rank.link_bytes[axis] = rank.link_bytes.get(axis, 0.0) + num_bytes
 
 
-def _first_and_last(rows: Rows) -> dict[int, tuple[int, int]]:
-    """First and last micro-batch of each stage."""
-    seen: dict[int, tuple[int, int]] = {}
+def _first_and_last(rows: Rows) -> tuple[set[Action], set[Action]]:
+    """The first and the last action of each stage that run it forward, and that make gradients of its parameters."""
+    first: dict[tuple[int, bool], Action] = {}
+    last: dict[tuple[int, bool], Action] = {}
     for row in rows:
         for action in row:
-            first, last = seen.get(action.stage, (action.micro_batch, action.micro_batch))
-            seen[action.stage] = (min(first, action.micro_batch), max(last, action.micro_batch))
-    return seen
+            if action.kind != "I":
+                key = (action.stage, action.kind == "F")
+                first.setdefault(key, action)
+                last[key] = action
+    return set(first.values()), set(last.values())
 
 
 def timeline(result: StepResult) -> list[tuple[str, Task]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from profiler.opset import OpClass
 from profiler.placed import LocalTensor, PlacedBlock, numeric_tensor
-from simulator.exchange import INTERFERENCE, WHOLE, Split, exchanges, with_local_experts
+from simulator.exchange import WHOLE, Split, exchanges, exposed_s, with_local_experts
 from simulator.fusion import Fusion, add_shared_gradients, join_projections
 from simulator.memory_walk import MemoryWalk, RecomputeChoice
 from simulator.network import GroupShape, Network
@@ -38,7 +38,11 @@ class UnitCost:
 
     Seconds: compute forward, backward (recompute apart), and tensor-parallel collectives of each. Bytes: kept between
     forward and backward (``saved_bytes``, the unit's input included when something needs it); most held beyond that during forward
-    and during backward; size of the residual stream that enters and leaves. ``params``: (fqn, local elements, trainable).
+    and during backward; size of the residual stream that enters and leaves.
+
+    Backward may be split: ``weight_grad_s`` of ``backward_s`` can run later, and then ``weight_saved_bytes`` stay until it has
+    run, ``input_backward_peak_bytes`` is the most held in the rest beyond ``saved_bytes``, and tensor-parallel collectives take
+    ``tp_split_backward_s``.
     """
 
     forward_s: float
@@ -56,6 +60,10 @@ class UnitCost:
     tp_forward_calls: int
     tp_backward_calls: int
     partial_grad_elements: float
+    weight_grad_s: float = 0.0
+    weight_saved_bytes: float = 0.0
+    input_backward_peak_bytes: float = 0.0
+    tp_split_backward_s: float = 0.0
     exchange_forward: dict[str, float] = field(default_factory=dict)
     exchange_backward: dict[str, float] = field(default_factory=dict)
     exchange_bytes: float = 0.0
@@ -124,6 +132,10 @@ def unit_cost(
         tp_forward_calls=len(comm.forward),
         tp_backward_calls=len(comm.backward),
         partial_grad_elements=sum(_numel(placed.params[name]) for name in placed.partial_grad_params),
+        weight_grad_s=backward * _weight_grad_share(prices),
+        weight_saved_bytes=walk.weight_saved_bytes(),
+        input_backward_peak_bytes=walk.backward_peak(split=True),
+        tp_split_backward_s=comm.backward_s() + comm.unhidden_s,
         exchange_forward=exchanged.forward,
         exchange_backward=exchange_backward,
         exchange_bytes=exchanged.num_bytes,
@@ -139,6 +151,12 @@ def _by_source(prices: Sequence[OpPrice]) -> dict[Provenance, SourceShare]:
             share = SourceShare(price.seconds, price.seconds * price.relative_error, 1)
             found.setdefault(price.source, SourceShare()).add(share)
     return found
+
+
+def _weight_grad_share(prices: Sequence[OpPrice]) -> float:
+    """Share of backward that makes gradients of parameters alone; launches are taken to be shared out alike."""
+    total = sum(price.backward_s for price in prices)
+    return sum(price.weight_grad_s for price in prices) / total if total > 0 else 0.0
 
 
 def busy_s(prices: Sequence[OpPrice], launch_s: float, *, backward: bool = False) -> float:
@@ -210,6 +228,7 @@ class _Collectives:
         self._sites: list[tuple[int, bool, str]] = []  # of backward: op, whether before it, tensor
         self._forward_sites: list[tuple[int, bool, str]] = []
         self.total_bytes = 0.0
+        self.unhidden_s = 0.0
         element_bytes = {"float32": DTYPE_BYTES[dtype]}
         for index, op in enumerate(placed.ops):
             for before, item in [*((True, c) for c in op.before), *((False, c) for c in op.after)]:
@@ -239,12 +258,15 @@ class _Collectives:
                 beside = sum(prices[reader].backward_s / 2 for reader in self._readers(index, tensor))
             else:
                 beside = prices[index].backward_s if overlap == "ring" else 0.0
-            self.backward[position] = _exposed_s(self.backward[position], beside)
+            hidden = exposed_s(self.backward[position], beside)
+            if before and overlap == "backward":  # split from the input gradient, the weight gradients run too late to hide it
+                self.unhidden_s += self.backward[position] - hidden
+            self.backward[position] = hidden
         if overlap == "ring":
             for position, (index, before, tensor) in enumerate(self._forward_sites):
                 readers = self._readers(index, tensor) if before else [index]
                 at, seconds = self.forward[position]
-                self.forward[position] = (at, _exposed_s(seconds, sum(prices[reader].forward_s for reader in readers)))
+                self.forward[position] = (at, exposed_s(seconds, sum(prices[reader].forward_s for reader in readers)))
 
     def _readers(self, index: int, tensor: str) -> list[int]:
         """Products that read the tensor that is gathered (or whose gradient is summed) before op ``index``."""
@@ -262,8 +284,3 @@ class _Collectives:
     def backward_s(self) -> float:
         """Seconds of backward collectives."""
         return sum(self.backward)
-
-
-def _exposed_s(comm_s: float, beside_s: float) -> float:
-    """What a collective adds to a product that hides it."""
-    return max(0.0, comm_s - beside_s) + INTERFERENCE * min(comm_s, beside_s)

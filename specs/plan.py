@@ -2,7 +2,8 @@
 
 A plan holds one or more pipelines that train one model together. A pipeline is a list of stages in model order; a stage
 owns a contiguous range of the model's units (``ModelGraph.units``) and a grid of devices ``dp x cp x tp`` (row-major in
-``devices``: tp varies fastest). With virtual stages several stages name the same devices.
+``devices``: tp varies fastest). With virtual stages several stages name the same devices: which, the schedule says
+(:meth:`PipelineSchedule.stage_ranks`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from specs.base import Document, Spec
-from specs.schedule import Rows, from_text, rows_for
+from specs.schedule import SCHEDULES, Rows, from_text, rows_for, stage_ranks, stage_ranks_of
 
 
 class MeshAxis(StrEnum):
@@ -141,6 +142,19 @@ class PipelineSchedule(Spec):
         if self.name == "custom":
             return from_text(self.rows)
         return rows_for(self.name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=self.stages_per_rank)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a forward and a full backward of another stage run beside one another (``specs.schedule.passes_of``)."""
+        rule = SCHEDULES.get(self.name)
+        return rule is not None and rule.overlaps
+
+    def stage_ranks(self, *, num_ranks: int) -> tuple[int, ...]:
+        """The pipeline rank that holds each stage."""
+        if self.name == "custom":
+            owner = stage_ranks_of(from_text(self.rows))
+            return tuple(owner[stage] for stage in sorted(owner))
+        return stage_ranks(self.name, num_ranks=num_ranks, stages_per_rank=self.stages_per_rank)
 
 
 class CollectiveOptions(Spec):

@@ -20,27 +20,29 @@ def make_plan(
     sequence_parallel: bool = False,
     recompute: RecomputeMode = RecomputeMode.NONE,
     schedule: str = "1f1b",
+    chunks: int = 1,
     split: list[int] | None = None,
     seq_len: int = 128,
 ) -> Plan:
-    units = graph.num_units()
-    split = split or [units // pp + (1 if index < units % pp else 0) for index in range(pp)]
+    units, count = graph.num_units(), pp * chunks
+    split = split or [units // count + (1 if index < units % count else 0) for index in range(count)]
+    order = PipelineSchedule(name=schedule, stages_per_rank=chunks)
     placements: dict[str, str] = {}
     for block in graph.blocks:
         placements |= place_block(block, tp).plan_placements()
     stages, first = [], 0
-    for index, count in enumerate(split):
+    for rank, count in zip(order.stage_ranks(num_ranks=pp), split, strict=True):
         size = dp * tp
         runs = (RecomputeRun(first_unit=first, num_units=count, mode=recompute),) if recompute != RecomputeMode.NONE else ()
         stages.append(
             Stage(
-                devices=tuple(range(index * size, (index + 1) * size)), first_unit=first, num_units=count, mesh=Mesh(dp=dp, tp=tp),
+                devices=tuple(range(rank * size, (rank + 1) * size)), first_unit=first, num_units=count, mesh=Mesh(dp=dp, tp=tp),
                 zero=zero, sequence_parallel=sequence_parallel, placements=placements, recompute=runs,
             )
         )  # fmt: skip
         first += count
     return Plan(
-        global_batch=dp * micro_batch * num_micro_batches, seq_len=seq_len, schedule=PipelineSchedule(name=schedule),
+        global_batch=dp * micro_batch * num_micro_batches, seq_len=seq_len, schedule=order,
         pipelines=(Pipeline(stages=tuple(stages), micro_batch=micro_batch, num_micro_batches=num_micro_batches),),
     )  # fmt: skip
 

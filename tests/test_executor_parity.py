@@ -147,6 +147,19 @@ def test_custom_rows_with_two_stages_on_a_rank_and_split_backward() -> None:
     compare_with_reference("llama", plan)
 
 
+@pytest.mark.parametrize(("model", "name", "chunks"), [
+    ("llama", "interleaved", 2), ("llama", "zb_h1", 1), ("gpt2", "zb_v", 2), ("llama", "dualpipe_v", 2),
+])  # fmt: skip
+def test_schedules_with_chunks_and_split_backward(model: str, name: str, chunks: int) -> None:
+    """gpt2 ties its embedding and head, which a V has on one rank."""
+    compare_with_reference(model, plan_of(model, pp=2, micro_batch=2, num_micro_batches=4, schedule=name, chunks=chunks))
+
+
+def test_split_backward_with_sharded_gradients_on_four_ranks() -> None:
+    plan = plan_of("llama", pp=2, dp=2, micro_batch=1, num_micro_batches=4, zero=2, schedule="zb_v", chunks=2)
+    compare_with_reference("llama", plan)
+
+
 @pytest.mark.parametrize("name", ["ddp_accumulating", "zero2", "tp"])
 def test_bfloat16_with_master_weights(name: str) -> None:
     compare_with_reference("llama", plan_of("llama", **TWO_RANKS[name]), precision="bf16_mixed")

@@ -27,7 +27,7 @@ from profiler.worker_env import worker_environment
 from specs.errors import InvalidInput
 from specs.graph import ModelGraph
 from specs.measurement import Measurement
-from specs.plan import Mesh, Plan, RecomputeMode, RecomputeRun
+from specs.plan import Mesh, PipelineSchedule, Plan, RecomputeMode, RecomputeRun
 from specs.prediction import MemoryPrediction, Prediction
 from specs.schedule import rows_for
 from specs.terms import TIME_TERMS
@@ -166,13 +166,14 @@ def test_tokens_from_a_file_wrap_at_its_end(tmp_path: Any) -> None:
 # --- what torch's private parts must look like ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_our_action_text_is_torchs(name: str) -> None:
     actions = torch_actions(rows_for(name, num_ranks=2, num_micro_batches=3))
     assert actions[0][0] == _Action(0, _ComputationType.FORWARD, 0, None)
-    assert {action.computation_type for row in actions.values() for action in row if action} == {
-        _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD,
-    }  # fmt: skip
+    kind = _ComputationType
+    backward = {kind.BACKWARD_INPUT, kind.BACKWARD_WEIGHT} if name == "zb_h1" else {kind.FULL_BACKWARD}
+    found = {action.computation_type for row in actions.values() for action in row if action}
+    assert found == {kind.FORWARD, *backward}
     assert [str(action) for action in actions[1]] == [str(item) for item in rows_for(name, num_ranks=2, num_micro_batches=3)[1]]
 
 
@@ -227,6 +228,12 @@ def test_tensor_parallel_without_placements_is_refused() -> None:
 
 def test_1f1b_with_too_few_micro_batches_is_refused() -> None:
     assert codes_of(plan_of(pp=2, micro_batch=1, num_micro_batches=1)) == ["micro_batches_below_stages"]
+
+
+def test_stages_on_other_ranks_than_the_schedules_are_refused() -> None:
+    plan = plan_of(pp=2, micro_batch=1, num_micro_batches=4, schedule="interleaved", chunks=2)
+    in_a_v = plan.replace(schedule=PipelineSchedule(name="zb_v", stages_per_rank=2))
+    assert codes_of(in_a_v) == ["stage_on_other_rank"]
 
 
 def test_another_model_is_flagged() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.even_split import level_ranks, shortest_longest
+from planner.search import SearchOptions, search
 from planner.strategy import Strategy, check_strategy, parse_strategy, plan_from_strategy
 from planner.strategy_text import parse_fields
 from planner.validate import validate
@@ -47,11 +54,12 @@ def test_aliases_separators_and_case() -> None:
 
 @given(
     st.integers(1, 64), st.one_of(st.none(), st.integers(1, 64)), st.integers(1, 8), st.integers(1, 16), st.integers(0, 3),
-    st.booleans(), st.sampled_from(["1f1b", "gpipe"]),
+    st.booleans(), st.sampled_from(["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]), st.sampled_from([None, 2, 3]),
 )  # fmt: skip
-def test_text_reads_back(pp, dp, tp, micro_batch, zero, parallel, schedule) -> None:
+def test_text_reads_back(pp, dp, tp, micro_batch, zero, parallel, schedule, chunks) -> None:
     strategy = Strategy(
         pp=pp, dp=dp, tp=tp, micro_batch=micro_batch, zero=zero, sequence_parallel=parallel and tp > 1,
+        chunks=chunks if pp > 1 else None,
         shard_group=2 if zero else None, schedule=schedule if pp > 1 else "1f1b", split=tuple(range(1, pp + 1)) if pp > 1 else None,
     )  # fmt: skip
     assert parse_strategy(strategy.text()) == strategy
@@ -183,6 +191,98 @@ def test_batch_rules_name_what_works(text: str, code: str) -> None:
     else:
         assert violation.allowed == [1, 2, 4, 8, 16]
         assert violation.nearest == 2
+
+
+def test_too_few_micro_batches_for_a_pipeline_of_8() -> None:
+    """U047: refused before anything hangs, with the micro-batch and the global batch that would do."""
+    found = check_strategy(parse_strategy("pp=8 micro_batch=4"), llama_graph(layers=6), gpu_cluster(8), WORKLOAD)
+    assert [item.message for item in found] == [
+        "1f1b needs at least as many micro-batches as stages: 4 < 8; micro_batch 2 gives 8; "
+        "with micro_batch 4 a global batch of 32 would do"
+    ]
+
+
+def test_too_few_micro_batches_for_virtual_stages() -> None:
+    """U049: PP 6 with virtual stages and 3 micro-batches: at least 6, multiples of 6."""
+    workload = TrainingSpec(global_batch=12, seq_len=128)
+    strategy = parse_strategy("pp=6 schedule=interleaved chunks=2 micro_batch=4")
+    (found,) = check_strategy(strategy, llama_graph(layers=10), gpu_cluster(6), workload)
+    assert (found.code, found.actual, found.allowed, found.nearest) == ("micro_batches_below_stages", 3, ">= 6, multiples of 6", 6)
+    assert found.message == (
+        "interleaved needs at least as many micro-batches as pipeline ranks, in multiples of them: 3 < 6; micro_batch 2 gives 6; "
+        "with micro_batch 4 a global batch of 24 would do"
+    )
+    uneven = check_strategy(
+        replace(strategy, micro_batch=1), llama_graph(layers=10), gpu_cluster(6), workload.replace(global_batch=16)
+    )
+    assert (
+        "16 is no multiple of 6; no micro_batch makes enough of 16 sequences a rank; with micro_batch 1 a global batch of 18"
+        in (uneven[0].message)
+    )
+
+
+@pytest.mark.parametrize(("text", "ranks"), [
+    ("schedule=interleaved chunks=3", [0, 1, 0, 1, 0, 1]), ("schedule=zb_h1", [0, 1]), ("schedule=zb_v", [0, 1, 1, 0]),
+    ("schedule=dualpipe_v", [0, 1, 1, 0]), ("schedule=interleaved vpp=2 split=1,3,2,2", [0, 1, 0, 1]),
+])  # fmt: skip
+def test_schedules_with_chunks(text: str, ranks: list[int]) -> None:
+    graph, cluster = llama_graph(layers=6), gpu_cluster(8)
+    plan = plan_from_strategy(f"pp=2 {text}", graph, cluster, WORKLOAD)
+    assert validate(plan, graph, cluster, WORKLOAD) == []
+    stages = plan.pipelines[0].stages
+    assert [plan.pipelines[0].ranks().index(stage.devices) for stage in stages] == ranks
+    again = parse_strategy(plan.strategy)
+    assert again.split == tuple(stage.num_units for stage in stages)
+    assert plan_from_strategy(again, graph, cluster, WORKLOAD).pipelines == plan.pipelines
+
+
+@pytest.mark.parametrize(("text", "code"), [
+    ("pp=2 schedule=interleaved", "stages_per_rank"), ("pp=2 chunks=2", "stages_per_rank"),
+    ("pp=2 schedule=zb_v chunks=3", "stages_per_rank"),
+    ("pp=4 schedule=interleaved chunks=3", "more_stages_than_units"), ("pp=2 schedule=zb_v split=4,4", "split_per_stage"),
+])  # fmt: skip
+def test_chunks_that_a_schedule_cannot_have(text: str, code: str) -> None:
+    found = check_strategy(parse_strategy(text), llama_graph(layers=6), gpu_cluster(8), WORKLOAD)
+    assert code in {item.code for item in found}
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=8), st.integers(1, 4))
+def test_longest_stage_is_shortest(seconds: list[float], num_stages: int) -> None:
+    """Against every split; the second stage's devices are twice as slow."""
+    per_stage = [np.array(seconds) * (2.0 if stage == 1 else 1.0) for stage in range(num_stages)]
+
+    def times(counts: Sequence[int]) -> list[float]:
+        starts = np.cumsum((0, *counts))
+        return [
+            float(per_stage[stage][low : low + count].sum()) for stage, (low, count) in enumerate(zip(starts, counts, strict=False))
+        ]
+
+    every = [counts for counts in product(range(1, len(seconds) + 1), repeat=num_stages) if sum(counts) == len(seconds)]
+    least = min(max(times(counts)) for counts in every)
+    alike = min(sum(item**2 for item in times(counts)) for counts in every if max(times(counts)) <= least * (1 + 1e-9))
+    found = shortest_longest(per_stage)
+    assert min(found) >= 1
+    assert max(times(found)) == pytest.approx(least)
+    assert sum(item**2 for item in times(found)) == pytest.approx(alike)
+
+
+def test_a_long_head_leaves_its_rank_fewer_layers() -> None:
+    """Two ranks in a V: the head takes as long as 4 of the 12 layers, so both ranks do 8 when the first has 4 layers."""
+    seconds = [np.array([*[1.0] * 12, 4.0])] * 4
+    longest_stage = shortest_longest(seconds)
+    found = level_ranks(seconds, (0, 1, 1, 0), longest_stage)
+    assert sum(found) == 13
+    assert found[1] + found[2] == 8
+    assert found[0] + found[3] == 5
+    assert max(found[1], found[2]) == 4  # the longest stage stays as short as it can be
+    assert level_ranks(seconds, (0, 1, 2, 3), longest_stage) == longest_stage
+
+
+@pytest.mark.parametrize(("text", "code"), [("schedule=zb_h1", "schedule_not_searched"), ("chunks=2", "stages_per_rank")])
+def test_the_search_refuses_schedules_that_it_has_no_bounds_for(text: str, code: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        search(llama_graph(layers=6), gpu_cluster(8), WORKLOAD, options=SearchOptions(strategy=f"pp=2 {text}"))
+    assert codes(caught.value) == {code}
 
 
 def test_vocabulary_need_not_divide() -> None:

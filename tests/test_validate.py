@@ -103,6 +103,20 @@ def test_schedules() -> None:
     assert "stages_per_rank" in codes(plan.replace(schedule=PipelineSchedule(name="gpipe", stages_per_rank=2)))
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)])
+def test_named_schedules_with_their_placement(name: str, chunks: int) -> None:
+    plan = make_plan(GRAPH, pp=2, dp=2, num_micro_batches=8, schedule=name, chunks=chunks)
+    assert validate(plan, GRAPH, CLUSTER, WORKLOAD, check_memory=True) == []
+
+
+def test_stages_lie_where_the_schedule_runs_them() -> None:
+    plan = make_plan(GRAPH, pp=2, dp=2, num_micro_batches=8, schedule="interleaved", chunks=2)
+    found = codes(plan.replace(schedule=PipelineSchedule(name="zb_v", stages_per_rank=2)))["stage_on_other_rank"]
+    assert (found.actual, found.allowed) == ([0, 1, 0, 1], [0, 1, 1, 0])
+    rows = to_text(rows_for("zb_v", num_ranks=2, num_micro_batches=8, stages_per_rank=2))
+    assert "stage_on_other_rank" in codes(plan.replace(schedule=PipelineSchedule(name="custom", rows=tuple(rows))))
+
+
 def test_custom_rows_are_walked() -> None:
     plan = make_plan(GRAPH, pp=2, micro_batch=4, num_micro_batches=4)
     rows = to_text(rows_for("1f1b", num_ranks=2, num_micro_batches=4))

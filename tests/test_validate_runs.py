@@ -14,17 +14,14 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from planner.validate_runs.frameworks import framework_of, frameworks
-from planner.validate_runs.interleaved import interleaved_rows
 from planner.validate_runs.models import model_of
-from planner.validate_runs.plans import recompute_runs, sizes_of, split_units
+from planner.validate_runs.plans import plan_of, recompute_runs, sizes_of, split_units
 from planner.validate_runs.predict_row import RunPredictor, recompute_modes
 from planner.validate_runs.runs import PublishedRun, SkippedRun, read_runs, rows_of
 from planner.validate_runs.scores import summary
 from planner.validate_runs.validate import validate_rows
 from profiler.decoder_graph import decoder_graph
 from specs.errors import InvalidInput
-from specs.schedule import max_in_flight
-from specs.schedule import validate_rows as check_schedule
 
 GPT: dict[str, str] = {
     "id": "A-1", "source": "Megatron-LM tables", "year": "2021", "model": "GPT", "family": "gpt", "layers": "8", "hidden": "512",
@@ -128,12 +125,19 @@ def test_framework_by_words_year_and_sizes() -> None:
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), [(2, 2, 2), (2, 8, 3), (4, 8, 2), (4, 16, 4)])
-def test_interleaved_rows_are_a_valid_schedule(ranks: int, micro_batches: int, chunks: int) -> None:
-    rows = interleaved_rows(ranks, micro_batches, chunks)
-    assert check_schedule(rows, num_stages=ranks * chunks, num_micro_batches=micro_batches) == []
-    if micro_batches > ranks:  # arXiv 2104.04473: 2 (p - 1) + (v - 1) p warm-up passes on the first rank, and one more in flight
-        assert max_in_flight(rows[0]) == 2 * (ranks - 1) + (chunks - 1) * ranks + 1
+@pytest.mark.parametrize(("word", "vpp", "name", "chunks", "ranks"), [
+    ("", "2", "interleaved", 2, [0, 1, 0, 1]), ("1f1b", "1", "1f1b", 1, [0, 1]), ("zbv", "2", "zb_v", 2, [0, 1, 1, 0]),
+    ("zero-bubble (zbb)", "1", "zb_h1", 1, [0, 1]), ("DualPipeV", "2", "dualpipe_v", 2, [0, 1, 1, 0]),
+    ("gpipe", "1", "gpipe", 1, [0, 1]),
+])  # fmt: skip
+def test_schedules_of_rows(word: str, vpp: str, name: str, chunks: int, ranks: list[int]) -> None:
+    run = run_of(schedule=word, vpp=vpp)
+    framework = framework_of(run)
+    plan = plan_of(run, sizes_of(run, framework, []), framework, "none")
+    assert (plan.schedule.name, plan.schedule.stages_per_rank) == (name, chunks)
+    (pipeline,) = plan.pipelines
+    assert [pipeline.ranks().index(stage.devices) for stage in pipeline.stages] == ranks
+    assert len(plan.schedule.actions(num_ranks=2, num_micro_batches=pipeline.num_micro_batches)) == 2
 
 
 def test_units_of_stages() -> None:
@@ -150,7 +154,7 @@ def test_sizes_that_do_not_match_are_skipped() -> None:
     for changes, code in (
         ({"num_gpus": "15"}, "sizes_do_not_match"), ({"global_batch": ""}, "batch_not_given"),
         ({"offload": "optimizer"}, "offload"),
-        ({"notes": "LoRA"}, "frozen_base"), ({"schedule": "zbv"}, "schedule_not_expressible"),
+        ({"notes": "LoRA"}, "frozen_base"), ({"schedule": "v-half"}, "schedule_not_expressible"),
     ):  # fmt: skip
         run = run_of(**changes)
         with pytest.raises(SkippedRun) as error:

@@ -78,7 +78,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     for pipeline in plan.pipelines:
         plural = "" if pipeline.num_micro_batches == 1 else "es"
         shape = f"{pipeline.num_micro_batches} micro-batch{plural} of {pipeline.micro_batch} per replica"
-        schedule = f", schedule {plan.schedule.name}" if pipeline.pp > 1 else ""
+        chunks = f" with {plan.schedule.stages_per_rank} stages per rank" if plan.schedule.stages_per_rank > 1 else ""
+        schedule = f", schedule {plan.schedule.name}{chunks}" if pipeline.pp > 1 else ""
         console.print(f"global batch {plan.global_batch} × {plan.seq_len} tokens: {shape}{schedule}", style="dim", markup=False)
     if plan.unused_devices:
         console.print(f"left out: devices {', '.join(map(str, plan.unused_devices))}", style="yellow")

@@ -10,6 +10,7 @@ from planner.validate_runs.frameworks import Framework
 from planner.validate_runs.runs import PublishedRun, SkippedRun
 from simulator.memory_walk import EVERY_SECOND_PRODUCT
 from specs.plan import CollectiveOptions, Mesh, Pipeline, PipelineSchedule, Plan, RecomputeMode, RecomputeRun, Stage
+from specs.schedule import SCHEDULES
 
 # Tokens per device and pass where the row gives no micro-batch and no pipeline limits it.
 DEFAULT_TOKENS_PER_PASS = 8192
@@ -70,7 +71,7 @@ def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Siz
     passes = run.global_batch // (dp * micro)
     if pp > 1 and passes < pp and framework_schedule(run) == "1f1b":
         assumed.append(f"all forwards first: {passes} micro-batches do not fill {pp} stages, where 1F1B does the same")
-    if chunks > 1 and passes % pp:
+    if chunks > 1 and passes % pp and framework_schedule(run) in ("1f1b", "gpipe"):
         assumed.append(f"1F1B in place of interleaving: {passes} micro-batches are no multiple of {pp} stages")
         chunks = 1
     return Sizes(dp, tp, cp, ep, pp, chunks, micro, passes, run.global_batch, seq_len, zero, _shard_group(run, dp, zero, assumed))
@@ -108,19 +109,24 @@ def _shard_group(run: PublishedRun, dp: int, zero: int, assumed: list[str]) -> i
 
 
 def framework_schedule(run: PublishedRun) -> str:
-    """The schedule's generator for a row: ``1f1b`` stands for every one-forward-one-backward kind."""
+    """The schedule's generator for a row: ``1f1b`` stands for every one-forward-one-backward kind, with several chunks per rank for
+    interleaving too; a zero-bubble schedule of no other name is ZB-H1."""
     name = run.schedule.lower()
-    if "gpipe" in name:
-        return "gpipe"
-    if any(word in name for word in ("zb", "zero-bubble", "half", "v-min", "dualpipe")):
-        raise SkippedRun("schedule_not_expressible", f"schedule '{run.schedule}' splits backward, which no plan here does")
-    return "1f1b"
+    words = ("half", "v-min")
+    if any(word in name for word in words) or ("dualpipe" in name and "dualpipev" not in name):
+        raise SkippedRun("schedule_not_expressible", f"no plan here has schedule '{run.schedule}'")
+    known = {
+        "gpipe": "gpipe", "dualpipev": "dualpipe_v", "zbv": "zb_v", "zb-v": "zb_v", "zb": "zb_h1", "zero-bubble": "zb_h1",
+    }  # fmt: skip
+    return next((schedule for word, schedule in known.items() if word in name), "1f1b")
 
 
 def _chunks(run: PublishedRun, pp: int, assumed: list[str]) -> int:
     layers = run.layers or 1
     if pp == 1:
         return 1
+    if framework_schedule(run) not in ("1f1b", "gpipe"):
+        return SCHEDULES[framework_schedule(run)].stages_per_rank or 1
     chunks = run.vpp or 1
     if run.vpp is None and "interleaved" in f"{run.schedule} {run.notes}".lower() and "before the interleaved" not in run.notes:
         chunks = next((count for count in (2, 3) if layers % (pp * count) == 0), 1)
@@ -218,12 +224,12 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
     passes = num_micro_batches or sizes.num_micro_batches
     num_stages = sizes.pp * sizes.chunks
     counts, first = split_units(run, num_stages), 0
+    schedule = schedule_of(run, sizes, passes)
     total = sum(counts)
     per_rank = sizes.dp * sizes.cp * sizes.tp
     mode, _, share = recompute.partition(" of ")
     stages = []
-    for number, count in enumerate(counts):
-        rank = number % sizes.pp
+    for rank, count in zip(schedule.stage_ranks(num_ranks=sizes.pp), counts, strict=True):
         stages.append(
             Stage(
                 devices=tuple(range(rank * per_rank, (rank + 1) * per_rank)), first_unit=first, num_units=count,
@@ -237,21 +243,17 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
         name=run.id, strategy=strategy_text(sizes, recompute), global_batch=sizes.micro_batch * sizes.dp * passes,
         seq_len=sizes.seq_len,
         pipelines=(Pipeline(stages=tuple(stages), micro_batch=sizes.micro_batch, num_micro_batches=passes),),
-        schedule=schedule_of(run, sizes, passes),
+        schedule=schedule,
         collectives=CollectiveOptions(bucket_bytes=framework.bucket_bytes, prefetch_units=framework.prefetch_units),
     )  # fmt: skip
 
 
 def schedule_of(run: PublishedRun, sizes: Sizes, passes: int) -> PipelineSchedule:
-    """The schedule; interleaved ones are written out as rows."""
-    if sizes.chunks == 1:
-        return PipelineSchedule(name="gpipe" if passes < sizes.pp else framework_schedule(run))
-    from planner.validate_runs.interleaved import interleaved_rows
-    from specs.schedule import to_text
-
-    return PipelineSchedule(
-        name="custom", stages_per_rank=sizes.chunks, rows=tuple(to_text(interleaved_rows(sizes.pp, passes, sizes.chunks)))
-    )
+    """The schedule that the row names; interleaved where 1F1B has several chunks, all forwards first where passes are too few."""
+    name = framework_schedule(run) if sizes.pp > 1 else "1f1b"
+    if name in ("1f1b", "gpipe"):
+        name = "interleaved" if sizes.chunks > 1 else "gpipe" if passes < sizes.pp else name
+    return PipelineSchedule(name=name, stages_per_rank=sizes.chunks)
 
 
 def sequence_parallel(run: PublishedRun, tp: int, framework: Framework) -> bool:

@@ -98,9 +98,7 @@ class RunPredictor:
 
     def _prediction(self, run: PublishedRun, model: CostModel, sizes: Sizes, framework: Framework, mode: str) -> Prediction:
         try:
-            return predict_long(
-                model, lambda passes: plan_of(run, sizes, framework, mode, passes), sizes.num_micro_batches, sizes.pp, sizes.chunks
-            )
+            return predict_long(model, lambda passes: plan_of(run, sizes, framework, mode, passes), sizes.num_micro_batches)
         except InvalidInput as error:
             raise SkippedRun("not_expressible", str(error)) from None
 
