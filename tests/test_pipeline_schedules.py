@@ -360,7 +360,8 @@ def test_more_micro_batches_of_dualpipe_v() -> None:
     for micro_batches in (16, 32):
         workload = TrainingSpec(global_batch=8 * micro_batches, seq_len=8192)
         found[micro_batches] = predict(graph, cluster, workload, dualpipe_v_plan(graph.num_units(), micro_batches))
-    assert 1.08 <= found[32].tokens_per_s / found[16].tokens_per_s <= 1.13
+    gain = found[32].tokens_per_s / found[16].tokens_per_s - 1
+    assert 8 <= round(100 * gain) <= 13  # the case gives whole percents
     few, many = ([rank.memory.peak_bytes for rank in found[count].ranks] for count in (16, 32))
     assert many[1:] == few[1:]
     # 16 are the least that 8 ranks take: the first rank's loss never runs backward beside a forward with all passes held
