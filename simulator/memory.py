@@ -64,12 +64,15 @@ class RankMemory:
         self.passes, self._beside = passes_of(row, overlaps=overlaps), 0.0
         self.stages, self.row, self.num_stages, self.options, self.rules = stages, row, num_stages, options, rules
         self.peak = MemoryPeak()
-        self.curve: list[tuple[str, float]] = []
+        self.curve: list[tuple[Action | str, float]] = []
         self.saved = 0.0
         self.outputs = 0.0
         self.grads = 0.0
         self._has_grad: set[tuple[int, int]] = set()
         self._static = self._static_terms()
+        self._held = sum(self._static.values()) + self.rules.buffer_bytes
+        self._kept = sum(cost.num_params * cost.weight_bytes for cost in stages.values() if cost.stage.zero in (1, 2))
+        self._windows: dict[tuple[int, int, int], float] = {}
 
     def run(self) -> MemoryPeak:
         """The peak over the step."""
@@ -84,7 +87,7 @@ class RankMemory:
                     self._beside = max(unit.forward_peak_bytes for unit in self.stages[actions[0].stage].units) * (len(actions) - 1)
                     self._backward(action, whole=action.kind == "B")
                     self._beside = 0.0
-        self._note("optimizer step", workspace=0.0, gathered=self._kept_gathered())
+        self._note("optimizer step", workspace=0.0, gathered=self._kept)
         return self.peak
 
     def _static_terms(self) -> dict[str, float]:
@@ -105,27 +108,29 @@ class RankMemory:
         one_stage = self.num_stages == 1 and cost.dp_shape.size > 1
         return cost.stage.zero == 0 and one_stage and self.rules.grads_live_in_buckets
 
-    def _kept_gathered(self) -> float:
-        """Weights that stay gathered during the whole step (zero 1 and 2)."""
-        return sum(cost.num_params * cost.weight_bytes for cost in self.stages.values() if cost.stage.zero in (1, 2))
-
-    def _gathered(self, cost: StageCost, index: int, step: int) -> float:
-        """Gathered weights while unit ``index`` runs; zero 3: its own and the prefetched (``step`` +1 forward, -1 backward)."""
+    def _gathered(self, stage: int, index: int, step: int) -> float:
+        """Gathered weights while unit ``index`` runs. Zero 1 and 2: those of the step; zero 3: its own and the prefetched ones
+        (``step`` +1 forward, -1 backward)."""
+        cost = self.stages[stage]
         if cost.stage.zero != 3 or cost.shard_degree == 1:
-            return self._kept_gathered()
-        ahead = range(index, index + step * (self.options.prefetch_units + 1), step)
-        return sum(cost.unit_weight_bytes(unit) for unit in ahead if 0 <= unit < len(cost.params))
+            return self._kept
+        key = (stage, index, step)
+        if key not in self._windows:
+            ahead = range(index, index + step * (self.options.prefetch_units + 1), step)
+            self._windows[key] = sum(cost.unit_weight_bytes(unit) for unit in ahead if 0 <= unit < len(cost.params))
+        return self._windows[key]
 
     def _flat_weights(self, cost: StageCost, index: int) -> float:
         """The flat buffer that a unit's weights are gathered into before they are unpacked."""
-        return self.rules.flat_copies * cost.unit_weight_bytes(index) if cost.shard_degree > 1 else 0.0
+        return self.rules.flat_copies * cost.unit_weight_bytes(index)
 
     def _forward(self, action: Action) -> None:
         cost = self.stages[action.stage]
         for index, unit in enumerate(cost.units):
-            self._note(f"{action}", unit.saved_bytes + unit.forward_peak_bytes, self._gathered(cost, index, 1))
-            if self._flat_weights(cost, index):
-                self._note(f"{action}", 0.0, self._gathered(cost, index, 1), self._flat_weights(cost, index))
+            gathered = self._gathered(action.stage, index, 1)
+            self._note(action, unit.saved_bytes + unit.forward_peak_bytes, gathered)
+            if cost.shard_degree > 1:
+                self._note(action, 0.0, gathered, self._flat_weights(cost, index))
             self.saved += unit.saved_bytes
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs += cost.units[-1].output_bytes
@@ -136,10 +141,10 @@ class RankMemory:
         for index in reversed(range(len(cost.units))):
             unit = cost.units[index]
             if whole:
-                self._gradients(action, index, unit.backward_peak_bytes, self._gathered(cost, index, -1))
+                self._gradients(action, index, unit.backward_peak_bytes, self._gathered(action.stage, index, -1))
                 self.saved -= unit.saved_bytes
             else:
-                self._note(f"{action}", unit.input_backward_peak_bytes, self._gathered(cost, index, -1))
+                self._note(action, unit.input_backward_peak_bytes, self._gathered(action.stage, index, -1))
                 self.saved += unit.weight_saved_bytes - unit.saved_bytes
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs -= cost.units[-1].output_bytes
@@ -148,7 +153,7 @@ class RankMemory:
         """The other part of a split backward. Sharded weights are not gathered for it."""
         cost = self.stages[action.stage]
         for index in reversed(range(len(cost.units))):
-            self._gradients(action, index, 0.0, self._kept_gathered())
+            self._gradients(action, index, 0.0, self._kept)
             self.saved -= cost.units[index].weight_saved_bytes
 
     def _gradients(self, action: Action, index: int, workspace: float, gathered: float) -> None:
@@ -160,9 +165,9 @@ class RankMemory:
             self._has_grad.add((action.stage, index))
             self.grads += self._kept_grads(cost, full)
             transient = full if self._kept_grads(cost, full) < full else 0.0
-        self._note(f"{action}", workspace + transient, gathered)
+        self._note(action, workspace + transient, gathered)
         if cost.stage.zero >= 2 and cost.shard_degree > 1:
-            self._note(f"{action}", 0.0, gathered, (1 + self.rules.flat_copies) * full)
+            self._note(action, 0.0, gathered, (1 + self.rules.flat_copies) * full)
 
     def _kept_grads(self, cost: StageCost, full: float) -> float:
         """Bytes that a unit's gradient adds for the rest of the step at its first backward."""
@@ -175,12 +180,14 @@ class RankMemory:
     def _num_passes(self, cost: StageCost) -> int:
         return sum(1 for action in self.row if action.kind == "F" and self.stages[action.stage] is cost)
 
-    def _note(self, moment: str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> None:
-        buffers = comm_buffers + self.rules.buffer_bytes
-        terms = {**self._static, "gathered": gathered, "workspace": workspace + self._beside, "comm_buffers": buffers}
-        terms["grads"] += self.grads
-        terms["activations"] = self.saved + self.outputs
-        total = sum(terms.values())
+    def _note(self, moment: Action | str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> None:
+        workspace += self._beside
+        total = self._held + self.grads + self.saved + self.outputs + gathered + workspace + comm_buffers
         self.curve.append((moment, total))
         if total > self.peak.bytes:
-            self.peak = MemoryPeak(total, terms, moment)
+            terms = {
+                **self._static, "gathered": gathered, "workspace": workspace,
+                "comm_buffers": comm_buffers + self.rules.buffer_bytes, "activations": self.saved + self.outputs,
+            }  # fmt: skip
+            terms["grads"] += self.grads
+            self.peak = MemoryPeak(total, terms, f"{moment}")

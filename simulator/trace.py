@@ -50,7 +50,7 @@ def _memory_counters(model: CostModel, plan: Plan, result: StepResult, index: in
     memory.run()
     highest: dict[str, float] = {}
     for moment, size in memory.curve:
-        highest[moment] = max(size, highest.get(moment, 0.0))
+        highest[f"{moment}"] = max(size, highest.get(f"{moment}", 0.0))
     ends: dict[str, float] = {}
     for task in result.engine.tasks:
         if task.stream == rank.compute:
