@@ -148,7 +148,7 @@ def test_units_of_stages() -> None:
 
 def test_sizes_that_do_not_match_are_skipped() -> None:
     for changes, code in (
-        ({"num_gpus": "15"}, "sizes_do_not_match"), ({"global_batch": ""}, "batch_not_given"),
+        ({"num_gpus": "15"}, "sizes_do_not_match"), ({"tp": "", "pp": "", "zero_stage": ""}, "parallel_sizes_not_given"),
         ({"offload": "optimizer"}, "offload"),
         ({"notes": "LoRA"}, "frozen_base"), ({"schedule": "zbv"}, "schedule_not_expressible"),
     ):  # fmt: skip
@@ -156,6 +156,16 @@ def test_sizes_that_do_not_match_are_skipped() -> None:
         with pytest.raises(SkippedRun) as error:
             sizes_of(run, framework_of(run), [])
         assert error.value.code == code
+
+
+def test_a_batch_that_is_not_given_is_the_smallest_sensible_one_and_is_listed() -> None:
+    assumed: list[str] = []
+    run = run_of(global_batch="", micro_batch="")  # dp 4, pp 2: 32 sequences of 256 tokens a pass, 8 passes per stage
+    sizes = sizes_of(run, framework_of(run), assumed)
+    assert (sizes.micro_batch, sizes.num_micro_batches, sizes.global_batch) == (32, 16, 4 * 32 * 16)
+    assert [text for text in assumed if "global batch of 2048" in text]
+    alone = run_of(global_batch="", micro_batch="3", pp="1", dp="8")
+    assert sizes_of(alone, framework_of(alone), []).global_batch == 3 * 8
 
 
 def test_recompute_leaves_embedding_and_tail_alone() -> None:
