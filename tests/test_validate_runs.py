@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from planner.validate_runs.clusters import cluster_of
 from planner.validate_runs.frameworks import framework_of, frameworks
 from planner.validate_runs.interleaved import interleaved_rows
 from planner.validate_runs.models import model_of
@@ -21,6 +22,7 @@ from planner.validate_runs.predict_row import RunPredictor, recompute_modes
 from planner.validate_runs.runs import PublishedRun, SkippedRun, read_runs, rows_of
 from planner.validate_runs.scores import summary
 from planner.validate_runs.validate import validate_rows
+from profiler.catalogue import device
 from profiler.decoder_graph import decoder_graph
 from specs.errors import InvalidInput
 from specs.schedule import max_in_flight
@@ -106,6 +108,23 @@ def test_published_size_tells_head_size_and_head_sharing() -> None:
     settings = model_of(run).settings
     assert (settings.head_dim, settings.tied_embeddings) == (128, False)
     assert model_of(run_of()).settings.tied_embeddings
+
+
+def test_key_value_heads_are_repeated_for_more_ranks() -> None:
+    run = run_of(heads="32", hidden="4096", kv_heads="8", tp="32", pp="1", num_gpus="32", family="llama")
+    model = model_of(run)
+    assert model.settings.kv_heads == 32
+    assert any("repeated for 32" in text for text in model.assumed)
+    assert model_of(run_of(heads="32", hidden="4096", kv_heads="8", tp="8", family="llama")).settings.kv_heads == 8
+
+
+def test_a_neuron_core_is_half_a_trainium_chip() -> None:
+    run = run_of(gpu="Trainium1 NeuronCore (16 GB; 2 per chip)", gpus_per_node="32", num_gpus="64", intra_link="NeuronLink",
+                 inter_link_gbps_per_gpu="")  # fmt: skip
+    cluster, _ = cluster_of(run)
+    assert (cluster.num_devices, cluster.nodes[0].devices_per_node) == (64, 32)
+    core, chip = cluster.device_types[0], device("trainium1")
+    assert (2 * core.memory_bytes, 2 * core.peak_flop_per_s["bfloat16"]) == (chip.memory_bytes, chip.peak_flop_per_s["bfloat16"])
 
 
 def test_layers_that_no_graph_has_are_skipped() -> None:
@@ -199,6 +218,22 @@ def test_long_steps_equal_the_whole_simulation(predictor: RunPredictor, monkeypa
         assert short.step_time_s == pytest.approx(whole.step_time_s, rel=2e-3)
         assert short.memory.peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=1e-6)
         assert sum(short.waterfall.values()) == pytest.approx(short.step_time_s, rel=1e-6)
+
+
+def test_a_long_step_that_overflows_does_not_fit(predictor: RunPredictor) -> None:
+    wide = {
+        "hidden": "8192",
+        "ffn_hidden": "32768",
+        "layers": "32",
+        "heads": "64",
+        "kv_heads": "64",
+        "tp": "1",
+        "pp": "2",
+        "dp": "8",
+    }
+    for batch in ("16", "4096"):  # simulated whole, and continued from two short steps
+        assert not predictor.predict(run_of(**wide, global_batch=batch)).fits
+    assert predictor.predict(run_of(global_batch="4096")).fits
 
 
 def test_predictions_do_not_look_at_measurements() -> None:

@@ -51,8 +51,17 @@ def model_of(run: PublishedRun, *, vocab_multiple: int = 1) -> Model:
     if missing:
         raise SkippedRun("architecture_not_given", "the row does not give " + ", ".join(missing))
     assumed: list[str] = []
-    base = _settings(run, family, vocab_multiple, assumed)
-    return Model(_nearest_size(run, base, assumed), tuple(assumed))
+    settings = _nearest_size(run, _settings(run, family, vocab_multiple, assumed), assumed)
+    return Model(_with_shared_heads(run, settings, assumed), tuple(assumed))
+
+
+def _with_shared_heads(run: PublishedRun, settings: DecoderConfig, assumed: list[str]) -> DecoderConfig:
+    """Frameworks repeat key-value heads where tensor-parallel ranks outnumber them, so that every rank has its own copy."""
+    tp = run.tp or 1
+    if tp <= settings.kv_heads or tp % settings.kv_heads or settings.heads % tp:
+        return settings
+    assumed.append(f"{settings.kv_heads} key-value heads repeated for {tp} tensor-parallel ranks")
+    return settings.replace(kv_heads=tp)
 
 
 def _settings(run: PublishedRun, family: str, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
