@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from profiler.opset import OpClass, base_name, op_class_of
 from profiler.placed import Collective, LocalOp, LocalTensor, PlacedBlock, Placement, local_shape
+from profiler.placement_flow import before_expand, from_right, grad_flow, is_bottleneck, storage_roots
 from profiler.view_dims import ShardLost, output_dim
 from specs.expr import Expr
 from specs.graph import Block, Op, TensorSpec
@@ -86,7 +87,7 @@ class _Placer:
         self.block, self.tp, self.sequence_parallel = block, tp, sequence_parallel
         self.tensors = block.tensors()
         self.params = {param.name for param in block.params if not param.buffer}
-        self.requires_grad = _grad_flow(block)
+        self.requires_grad = grad_flow(block)
         self.not_column: set[str] = set()
 
     def run(self) -> PlacedBlock:
@@ -134,6 +135,10 @@ class _Placer:
             self._loss(op, refs, walk)
         elif kind == OpClass.ATTENTION:
             self._aligned(op, refs, walk, allowed=(0, 1))
+        elif kind == OpClass.SCAN:
+            self._scan(op, refs, walk)
+        elif name == "conv1d":
+            self._channels(op, refs, walk)
         elif kind in (OpClass.NORM, OpClass.SOFTMAX):
             self._row_wise(op, refs, walk)
         elif kind == OpClass.VIEW:
@@ -164,7 +169,8 @@ class _Placer:
             self._reduce(op, walk, bias)
             return
         divisible = self._const(weight, out_dim) % self.tp == 0 or self._is_last_product(op)
-        if op.name in self.not_column or not divisible:
+        narrow = is_bottleneck(self.block, op, self._const(weight, out_dim), self._const(weight, in_dim))
+        if op.name in self.not_column or not divisible or narrow:
             if state.placement is not None:  # token-split product with a whole weight: its gradient is partial
                 walk.partial |= {weight} | ({bias} if bias else set())
             self._emit(op, walk, state.placement, state.column)
@@ -215,6 +221,24 @@ class _Placer:
             return
         self._replicated(op, refs, walk)
 
+    def _scan(self, op: Op, refs: list[str], walk: _Walk) -> None:
+        """Split over heads and groups alike (dim 2); what is one number per head is read in slices."""
+        wide = [ref for ref in refs if len(self._shape(ref)) > 1]
+        self._aligned(op, wide, walk, allowed=(0, 2))
+        if walk.states[op.outputs[0].name].placement == 2:
+            walk.reads.setdefault(op.name, {}).update({position: 0 for position, ref in enumerate(refs) if ref not in wide})
+
+    def _channels(self, op: Op, refs: list[str], walk: _Walk) -> None:
+        """A convolution of each channel by itself: split over channels, its weight and bias with them; over the batch, whole."""
+        x = refs[0]
+        depthwise = len(op.args) > 6 and op.args[6] == self._const(refs[1], 0)
+        if not depthwise or walk.states[x].placement not in (None, 1):
+            self._replicated(op, refs[:1], walk)
+            return
+        if walk.states[x].placement == 1:
+            walk.placements.update(dict.fromkeys(refs[1:], 0))
+        self._emit(op, walk, walk.states[x].placement, walk.states[x].column)
+
     def _row_wise(self, op: Op, refs: list[str], walk: _Walk) -> None:
         x = refs[0]
         placement, rank = walk.states[x].placement, len(self._shape(x))
@@ -245,7 +269,7 @@ class _Placer:
             self._emit(op, walk, None)
             return
         out_rank = len(op.outputs[0].shape)
-        wanted = {_from_right(walk.states[ref].placement, len(self._shape(ref)), out_rank) for ref in refs} - {None}
+        wanted = {from_right(walk.states[ref].placement, len(self._shape(ref)), out_rank) for ref in refs} - {None}
         if len(wanted) > 1:
             self._replicated(op, refs, walk)
             return
@@ -269,10 +293,23 @@ class _Placer:
         rank = len(op.outputs[0].shape)
         dim = int(op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % rank
         found = {walk.states[ref].placement for ref in refs}
-        if len(found) == 1 and next(iter(found)) != dim:
-            self._emit(op, walk, next(iter(found)), frozenset().union(*(walk.states[ref].column for ref in refs)))
-        else:
+        wanted = {walk.states[ref].placement for ref in refs if walk.states[ref].column} or found
+        if len(wanted) > 1 or dim in wanted:
             self._replicated(op, refs, walk)
+            return
+        placement = next(iter(wanted))
+        for position, ref in enumerate(refs):
+            if walk.states[ref].placement != placement:
+                self._slice(op, position, ref, placement, walk)
+        self._emit(op, walk, placement, frozenset().union(*(walk.states[ref].column for ref in refs)))
+
+    def _slice(self, op: Op, position: int, name: str, dim: Placement, walk: _Walk) -> None:
+        """Each rank takes its own slice of a tensor that is whole, or gathered first where it is split over tokens. The gradients
+        of the slices are summed (of what was expanded, before that)."""
+        walk.reads.setdefault(op.name, {})[position] = dim
+        kinds = (None, "all_reduce") if walk.states[name].placement is None else ("all_gather", "reduce_scatter")
+        if kinds[0] or self.requires_grad[name]:
+            walk.before.setdefault(op.name, []).append(self._collective(before_expand(self.block, name), *kinds))
 
     def _replicated(self, op: Op, refs: list[str], walk: _Walk) -> None:
         for ref in refs:
@@ -339,7 +376,7 @@ class _Placer:
         return int(self._shape(name)[dim](1, 1))
 
     def _result(self, walk: _Walk) -> PlacedBlock:
-        roots = _storage_roots(self.block)
+        roots = storage_roots(self.block)
         for name, placement in walk.placements.items():
             walk.states[name] = _State(placement)
         kinds = {tensor.name: "input" for tensor in self.block.inputs}
@@ -371,26 +408,3 @@ class _Placer:
             tuple(sorted(walk.partial)), tuple(local(t.name, walk.states[t.name].placement) for t in self.block.inputs),
             tuple(local(name, walk.states[name].placement) for name in self.block.outputs),
         )  # fmt: skip
-
-
-def _from_right(placement: Placement, rank: int, out_rank: int) -> Placement:
-    return None if placement is None else placement + out_rank - rank
-
-
-def _grad_flow(block: Block) -> dict[str, bool]:
-    """Which tensors need a gradient: float inputs, trainable parameters and what is computed from them."""
-    flow = {tensor.name: tensor.dtype.startswith(("float", "bfloat")) for tensor in block.inputs}
-    flow.update({param.name: param.trainable and not param.buffer for param in block.params})
-    for op in block.ops:
-        needs = any(flow[ref] for ref in op.input_refs())
-        flow.update({t.name: needs and t.dtype.startswith(("float", "bfloat")) for t in op.outputs})
-    return flow
-
-
-def _storage_roots(block: Block) -> dict[str, str]:
-    roots = {name: name for name in (*(t.name for t in block.inputs), *(p.name for p in block.params))}
-    for op in block.ops:
-        aliases = op_class_of(op.target) == OpClass.VIEW and op.input_refs()
-        for tensor in op.outputs:
-            roots[tensor.name] = roots[op.input_refs()[0]] if aliases else tensor.name
-    return roots

@@ -133,6 +133,31 @@ def test_layers_that_no_graph_has_are_skipped() -> None:
     assert error.value.code == "layers_not_expressible"
 
 
+def test_a_name_that_tells_the_architecture_is_looked_up_and_listed() -> None:
+    run = run_of(model="Nemotron_3_Nano", family="nemotron-h-moe", layers="", hidden="", heads="", seq_len="8192")
+    model = model_of(run)
+    assert (model.settings.layers, model.settings.hidden, model.settings.experts) == (52, 2688, 128)
+    assert any("nemotron-3-nano-30b" in text for text in model.assumed)
+    assert model_of(run_of(model="DeepSeekV3", family="deepseek", layers="61")).settings.latent is not None
+
+
+def test_adapter_runs_train_adapters_only(predictor: RunPredictor) -> None:
+    whole, adapted = (
+        predictor.predict(run_of(notes=notes, recompute="none", hidden="4096", ffn_hidden="16384", layers="4", micro_batch="4"))
+        for notes in ("", "LoRA")
+    )
+    assert any("adapters of rank" in text for text in adapted.assumed)
+    assert adapted.prediction.memory.terms["optimizer"] < 0.1 * whole.prediction.memory.terms["optimizer"]
+    assert adapted.prediction.step_time_s < whole.prediction.step_time_s
+
+
+def test_four_bit_products_run_at_their_own_peak(predictor: RunPredictor) -> None:
+    rack = {"gpu": "GB200", "gpus_per_node": "4", "year": "2026", "hidden": "8192", "ffn_hidden": "32768", "heads": "64",
+            "kv_heads": "64", "micro_batch": "8", "seq_len": "4096", "layers": "4"}  # fmt: skip
+    eight, four = (predictor.predict(run_of(**rack, precision=word)).prediction.step_time_s for word in ("mxfp8", "nvfp4"))
+    assert eight / 2 < four < eight
+
+
 def test_framework_by_words_year_and_sizes() -> None:
     assert framework_of(run_of()).name == "megatron_2021"
     assert framework_of(run_of(year="2025")).name == "megatron_core"
@@ -169,7 +194,7 @@ def test_sizes_that_do_not_match_are_skipped() -> None:
     for changes, code in (
         ({"num_gpus": "15"}, "sizes_do_not_match"), ({"tp": "", "pp": "", "zero_stage": ""}, "parallel_sizes_not_given"),
         ({"offload": "optimizer"}, "offload"),
-        ({"notes": "LoRA"}, "frozen_base"), ({"schedule": "zbv"}, "schedule_not_expressible"),
+        ({"notes": "QLoRA"}, "precision_not_described"), ({"schedule": "zbv"}, "schedule_not_expressible"),
     ):  # fmt: skip
         run = run_of(**changes)
         with pytest.raises(SkippedRun) as error:

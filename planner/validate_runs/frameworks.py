@@ -12,8 +12,8 @@ from planner.validate_runs.runs import PublishedRun
 from simulator.software import Software
 from specs.training import PRECISIONS, Precision
 
-# Table words for 8-bit matrix products; what is not a product of a linear layer stays in bfloat16.
-EIGHT_BIT = ("fp8", "mxfp8", "float8")
+# Table words for narrow matrix products; what is not a product of a linear layer stays in bfloat16.
+NARROW = {"fp8": "float8", "mxfp8": "float8", "float8": "float8", "nvfp4": "float4"}
 MIB = 1024.0 * 1024.0
 
 
@@ -114,6 +114,6 @@ def precision_of(run: PublishedRun, framework: Framework) -> Precision:
     key = "fp16" if word == "fp16" else "bf16"
     changes = dict(framework.precisions.get(key, {}))
     start = PRECISIONS["fp16_mixed"] if key == "fp16" else PRECISIONS["bf16_mixed"]
-    if word in EIGHT_BIT:
-        changes["matmul_dtype"] = "float8"
+    if word in NARROW:
+        changes["matmul_dtype"] = NARROW[word]
     return start.replace(**changes)

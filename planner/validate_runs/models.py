@@ -6,11 +6,14 @@ Ambiguities are settled by the model's published size where the row has one (``p
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from dataclasses import dataclass
+from importlib import resources
 
 from planner.validate_runs.runs import PublishedRun, SkippedRun
-from profiler.hf import Activation, DecoderConfig
+from profiler.hf import Activation, DecoderConfig, adapt
 
 # Families whose layers are RMS norm, rotary positions, gated MLP without biases (arXiv 2302.13971 §2.2); the others are GPT-like.
 LLAMA_LIKE = frozenset({"llama", "mistral", "mixtral", "qwen", "qwen2", "qwen3", "qwen-moe", "gpt-oss", "gemma", "deepseek", "phi"})
@@ -18,13 +21,25 @@ LLAMA_LIKE = frozenset({"llama", "mistral", "mixtral", "qwen", "qwen2", "qwen3",
 ROTARY_GPT = frozenset({"gpt-neox", "nemotron", "pythia"})
 ENCODERS = frozenset({"bert", "roberta", "encoder"})
 UNKNOWN_LAYERS = {
-    "deepseek": "multi-head latent attention",
-    "nemotron-h": "state-space layers",
-    "nemotron-h-moe": "state-space layers",
-    "mamba": "state-space layers",
+    "deepseek": "latent attention whose sizes only its config tells",
+    "nemotron-h": "a pattern of layers that only its config tells",
+    "nemotron-h-moe": "a pattern of layers that only its config tells",
+    "mamba": "state-space layers whose sizes only its config tells",
     "t5": "an encoder and a decoder of unlike layers",
     "vit": "images",
 }
+# Models whose name says more than a row's columns do: published configs (``traces/models``), first match wins.
+CONFIGS: tuple[tuple[str, str], ...] = (
+    (r"deepseek.?v3", "deepseek-v3"),
+    (r"kimi.?k2", "kimi-k2"),
+    (r"nemotron.*(nano|lightning)", "nemotron-3-nano-30b"),
+    (r"nemotron.*super", "nemotron-3-super-120b"),
+    (r"nemotron.*ultra", "nemotron-3-ultra-550b"),
+    (r"^gpt3-23b$", "gpt3-23b"),
+    (r"^gpt3-46b$", "gpt3-46b"),
+)
+# LoRA beside the attention projections, as its paper has it (arXiv 2106.09685 §4.2), at a rank in its usual range.
+ADAPTER_RANK = 16
 VOCABULARIES = {"bert": 30522, "llama": 32000, "gpt": 50257}
 HEAD_SIZES = (64, 80, 96, 128, 256)
 # Deviation from the published size above which another reading of the columns is tried.
@@ -44,15 +59,40 @@ def model_of(run: PublishedRun, *, vocab_multiple: int = 1) -> Model:
 
     ``vocab_multiple``: the framework pads the vocabulary to a multiple of it.
     """
+    if run.seq_len is None:
+        raise SkippedRun("architecture_not_given", "the row does not give seq_len")
+    assumed: list[str] = []
+    config = next((name for pattern, name in CONFIGS if re.search(pattern, run.model.lower())), None)
+    settings = _published(config, vocab_multiple, assumed) if config else _from_columns(run, vocab_multiple, assumed)
+    if is_adapted(run):
+        assumed.append(f"adapters of rank {ADAPTER_RANK} beside the attention projections, the rest frozen")
+        settings = settings.replace(adapter_rank=ADAPTER_RANK)
+    settings = settings.replace(max_positions=run.seq_len)
+    return Model(_with_shared_heads(run, settings, assumed), tuple(assumed))
+
+
+def is_adapted(run: PublishedRun) -> bool:
+    """Whether the run trains LoRA adapters beside a frozen base."""
+    return "lora" in f"{run.model} {run.notes}".lower()
+
+
+def _published(config: str, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
+    data = json.loads(resources.files("traces").joinpath(f"models/{config}.json").read_text())
+    settings = adapt(data, subject=f"model {config}")
+    assumed.append(f"architecture of the published config '{config}', one head (no multi-token prediction)")
+    return settings.replace(vocab=vocab_multiple * math.ceil(settings.vocab / vocab_multiple), other={})
+
+
+def _from_columns(run: PublishedRun, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
     family = run.family.lower()
     if family in UNKNOWN_LAYERS:
-        raise SkippedRun("layers_not_expressible", f"{run.family} has {UNKNOWN_LAYERS[family]}, which no captured model here has")
-    missing = [name for name in ("layers", "hidden", "heads", "seq_len") if getattr(run, name) is None]
+        raise SkippedRun(
+            "layers_not_expressible", f"{run.model} ({run.family}) has {UNKNOWN_LAYERS[family]}, and none is known here"
+        )
+    missing = [name for name in ("layers", "hidden", "heads") if getattr(run, name) is None]
     if missing:
         raise SkippedRun("architecture_not_given", "the row does not give " + ", ".join(missing))
-    assumed: list[str] = []
-    settings = _nearest_size(run, _settings(run, family, vocab_multiple, assumed), assumed)
-    return Model(_with_shared_heads(run, settings, assumed), tuple(assumed))
+    return _nearest_size(run, _settings(run, family, vocab_multiple, assumed), assumed)
 
 
 def _with_shared_heads(run: PublishedRun, settings: DecoderConfig, assumed: list[str]) -> DecoderConfig:
@@ -79,8 +119,6 @@ def _settings(run: PublishedRun, family: str, vocab_multiple: int, assumed: list
         assumed.append(f"MLP width {ffn}")
     if experts and run.moe_topk is None:
         raise SkippedRun("architecture_not_given", "the row does not give moe_topk")
-    if experts and not gated:
-        raise SkippedRun("layers_not_expressible", "experts without a gate, which no captured model here has")
     biased = not llama and "mpt" not in run.model.lower()
     activation: Activation = "silu" if llama else "gelu"
     return DecoderConfig(

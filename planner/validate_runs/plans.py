@@ -81,11 +81,8 @@ def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Siz
 def _expressible(run: PublishedRun) -> None:
     if run.offload.lower() not in ("", "none"):
         raise SkippedRun("offload", f"offload of {run.offload}: plans of this version keep everything on the device")
-    text = f"{run.model} {run.notes}".lower()
-    if "lora" in text:
-        raise SkippedRun("frozen_base", "LoRA trains adapters beside a frozen base, which no captured model here has")
-    if run.precision.lower() == "nvfp4":
-        raise SkippedRun("precision_not_described", "no device of the catalogue has a 4-bit matrix rate")
+    if "qlora" in f"{run.model} {run.notes}".lower():
+        raise SkippedRun("precision_not_described", "the frozen base is kept in 4 bits and widened for every product")
     if (run.pp or 1) > 1:
         framework_schedule(run)
 

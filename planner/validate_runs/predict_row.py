@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.validate_runs.clusters import cluster_of
 from planner.validate_runs.frameworks import Framework, framework_of, precision_of
@@ -63,6 +63,7 @@ class RunPredictor:
         framework = framework_of(run)
         assumed: list[str] = []
         model = model_of(run, vocab_multiple=framework.vocab_multiple(run.tp or 1))
+        run = replace(run, layers=model.settings.layers, moe_experts=model.settings.experts or None)
         sizes = sizes_of(run, framework, assumed)
         cluster, link_assumptions = cluster_of(run)
         assumed += [*model.assumed, *link_assumptions]
