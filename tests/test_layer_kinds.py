@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from executor.support import plan_violations
 from profiler.capture import capture_config, capture_module, example_tokens
 from profiler.decoder_graph import decoder_graph
 from profiler.hf import DecoderConfig, adapt
@@ -23,6 +24,7 @@ from profiler.placement import place_block
 from specs.errors import InvalidInput
 from specs.expr import Expr
 from specs.graph import Block, ModelGraph
+from specs.plan import Mesh, Pipeline, Plan, Stage
 
 BASE: dict[str, Any] = {
     "architecture": "any", "hidden": 96, "layers": 3, "heads": 4, "kv_heads": 4, "head_dim": 24, "ffn": 64, "vocab": 320,
@@ -187,6 +189,38 @@ def test_state_space_mixers_are_split_over_groups() -> None:
     assert [tensor.shape[-2](1, 1) for tensor in scan.inputs if len(tensor.shape) == 4] == [4, 1, 1]
     assert scan.inputs[2].shape[0](1, 1) == 4
     assert not place_block(block, 8, False).sharded_any() or place_block(block, 8, False).placements["mixer.b.weight"] is None
+
+
+def test_whole_experts_see_a_part_of_the_tokens() -> None:
+    block = block_of(decoder_graph(HYBRID), "mixer.experts.up")
+    split, whole = (place_block(block, 2, True, whole_experts=choice) for choice in (False, True))
+    assert [split.placements[f"mixer.experts.{name}"] for name in ("up", "down")] == [2, 1]
+    assert [whole.placements[f"mixer.experts.{name}"] for name in ("up", "down")] == [None, None]
+    rows, found = 2 * 4 * 10, []  # top_k x batch x length
+    for placed in (split, whole):
+        grouped = [op for op in placed.ops if op.op_class == OpClass.GROUPED_GEMM]
+        products = sum(op.inputs[0].shape[0](4, 10) * op.inputs[0].shape[1](1, 1) * op.outputs[0].shape[1](1, 1) for op in grouped)
+        found.append(([op.inputs[0].shape[0](4, 10) for op in grouped], products, [len(op.before + op.after) for op in grouped]))
+    assert found[0][0] == [rows, rows]
+    assert found[1][0] == [rows / 2, rows / 2]
+    assert found[0][1] == found[1][1]  # the same work per rank
+    assert found[1][2] == [0, 0]  # and nothing sent over tp for it
+    assert {"mixer.router.weight", "mixer.narrow.weight", "mixer.widen.weight"} <= set(whole.partial_grad_params)
+    assert [tensor.placement for tensor in whole.outputs] == [1]
+
+
+def test_expert_parallel_over_tensor_parallel_is_told_by_the_degrees() -> None:
+    assert Mesh(dp=4, tp=2, ep=8).whole_experts
+    assert not Mesh(dp=4, tp=2, ep=4).whole_experts
+
+
+def test_split_state_spaces_and_latent_attention_are_not_executed() -> None:
+    for settings in (DEEPSEEK, HYBRID):
+        for tp, refused in ((1, False), (2, True)):
+            stage = Stage(devices=tuple(range(tp)), first_unit=0, num_units=settings.layers + 2, mesh=Mesh(tp=tp))
+            plan = Plan(global_batch=1, seq_len=8, pipelines=(Pipeline(stages=(stage,), micro_batch=1, num_micro_batches=1),))
+            found = [item.loc for item in plan_violations(plan, decoder_graph(settings)) if item.code == "not_executable"]
+            assert found == [("plan", "pipelines", 0, "stages", 0, "mesh", "tp")] * refused
 
 
 def test_adapters_train_and_everything_else_is_frozen() -> None:

@@ -63,7 +63,9 @@ def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Siz
     if (dp * cp) % ep:
         if (num_gpus // pp) % ep:
             raise SkippedRun("sizes_do_not_match", f"ep {ep} does not divide the {num_gpus // pp} devices of a stage")
-        raise SkippedRun("experts_over_tensor_parallel", f"ep {ep} reaches over tp {tp}: experts split over dp and cp only")
+        if not sequence_parallel(run, tp, framework):
+            raise SkippedRun("experts_over_tensor_parallel", f"ep {ep} reaches over tp {tp} without sequence parallel")
+        assumed.append(f"whole experts: ep {ep} reaches over tp {tp}")
     zero = _zero(run, framework)
     chunks = _chunks(run, pp, assumed)
     micro = run.micro_batch or _default_micro_batch(run, dp, pp, assumed)

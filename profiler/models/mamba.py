@@ -90,7 +90,8 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        y = chunked_scan(*inputs, ctx.chunk)
+        x, dt, a, b, c = inputs
+        y = chunked_scan(x, dt, a, b, c, ctx.chunk)
     return (*torch.autograd.grad(y, inputs, grad), None)
 
 
