@@ -26,23 +26,19 @@ class MeshAxis(StrEnum):
 
 
 class Mesh(Spec):
-    """Degrees of a stage. ``ep`` divides ``dp x cp`` and takes its ranks from there, each expert split over tp as well; or it
-    divides ``dp x cp x tp`` only, and experts are whole (needs sequence parallel)."""
+    """Degrees of a stage. ``ep`` divides ``dp x cp`` and takes its ranks from there, each expert split over tp as well; with
+    ``whole_experts`` it divides ``dp x cp x tp``, and no expert is split (needs sequence parallel)."""
 
     dp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
+    whole_experts: bool = Field(default=False, description="ep reaches over tp instead of experts being split over it")
 
     @property
     def size(self) -> int:
         """Devices of the stage."""
         return self.dp * self.cp * self.tp
-
-    @property
-    def whole_experts(self) -> bool:
-        """Whether expert parallel reaches over tp."""
-        return self.tp > 1 and (self.dp * self.cp) % self.ep != 0
 
 
 class RecomputeMode(StrEnum):

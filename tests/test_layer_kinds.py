@@ -209,11 +209,6 @@ def test_whole_experts_see_a_part_of_the_tokens() -> None:
     assert [tensor.placement for tensor in whole.outputs] == [1]
 
 
-def test_expert_parallel_over_tensor_parallel_is_told_by_the_degrees() -> None:
-    assert Mesh(dp=4, tp=2, ep=8).whole_experts
-    assert not Mesh(dp=4, tp=2, ep=4).whole_experts
-
-
 def test_split_state_spaces_and_latent_attention_are_not_executed() -> None:
     for settings in (DEEPSEEK, HYBRID):
         for tp, refused in ((1, False), (2, True)):

@@ -291,6 +291,20 @@ def test_context_and_expert_parallel_rows_are_predicted(predictor: RunPredictor)
     assert spread.prediction.memory.terms["gathered"] < whole.prediction.memory.terms["gathered"]
 
 
+def test_experts_stay_whole_where_the_framework_or_the_degrees_say_so() -> None:
+    mixture = {"moe_experts": "16", "moe_topk": "2", "gated_mlp": "1", "family": "mixtral", "year": "2026", "pp": "1", "dp": "8"}
+    for changes, whole in (
+        ({"ep": "8"}, True), ({"ep": "16"}, True), ({"ep": "1"}, False), ({"ep": "8", "sequence_parallel": "0"}, False),
+    ):  # fmt: skip
+        run = run_of(**{**mixture, **changes})
+        assert sizes_of(run, framework_of(run), []).whole_experts is whole
+    assert not sizes_of(run_of(**{**mixture, "year": "2021", "ep": "8"}), framework_of(run_of()), []).whole_experts
+    run = run_of(**mixture, ep="16", sequence_parallel="0")
+    with pytest.raises(SkippedRun) as error:
+        sizes_of(run, framework_of(run), [])
+    assert error.value.code == "experts_over_tensor_parallel"
+
+
 # --- scores and the command line --------------------------------------------------------------------------------------
 
 

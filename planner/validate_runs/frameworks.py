@@ -23,8 +23,8 @@ class Framework:
     ``software_by_precision``: table word -> changes to the software.
 
     ``selective``: what it means by selective recompute, ``operators`` or a share of the ``layers``. ``state_dtype``: of optimizer
-    states. ``memory_reading``: what it prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the whole
-    ``device`` (nvidia-smi).
+    states. ``whole_experts``: tensor parallel does not split experts, expert parallel reaches over it. ``memory_reading``: what it
+    prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the whole ``device`` (nvidia-smi).
     """
 
     name: str
@@ -36,6 +36,7 @@ class Framework:
     default_zero: int = 0
     default_sequence_parallel: bool = False
     vocab_multiple_per_tp: int = 0
+    whole_experts: bool = False
     bucket_bytes: float = 25 * MIB
     selective: str = "layers"
     state_dtype: str = "float32"

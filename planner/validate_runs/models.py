@@ -37,7 +37,10 @@ CONFIGS: tuple[tuple[str, str], ...] = (
     (r"nemotron.*ultra", "nemotron-3-ultra-550b"),
     (r"^gpt3-23b$", "gpt3-23b"),
     (r"^gpt3-46b$", "gpt3-46b"),
+    (r"^mingpt-175b$", "mingpt-175b"),
 )
+# Those of them whose source gives the length of the training sequences, as the config's longest.
+TRAINED_AT_FULL_LENGTH = frozenset({"mingpt-175b"})
 # LoRA beside the attention projections, as its paper has it (arXiv 2106.09685 §4.2), at a rank in its usual range.
 ADAPTER_RANK = 16
 VOCABULARIES = {"bert": 30522, "llama": 32000, "gpt": 50257}
@@ -59,15 +62,17 @@ def model_of(run: PublishedRun, *, vocab_multiple: int = 1) -> Model:
 
     ``vocab_multiple``: the framework pads the vocabulary to a multiple of it.
     """
-    if run.seq_len is None:
-        raise SkippedRun("architecture_not_given", "the row does not give seq_len")
     assumed: list[str] = []
     config = next((name for pattern, name in CONFIGS if re.search(pattern, run.model.lower())), None)
+    if run.seq_len is None and config not in TRAINED_AT_FULL_LENGTH:
+        raise SkippedRun("architecture_not_given", "the row does not give seq_len")
     settings = _published(config, vocab_multiple, assumed) if config else _from_columns(run, vocab_multiple, assumed)
+    if run.seq_len is None:
+        assumed.append(f"sequences of {settings.max_positions} tokens, the published length")
     if is_adapted(run):
         assumed.append(f"adapters of rank {ADAPTER_RANK} beside the attention projections, the rest frozen")
         settings = settings.replace(adapter_rank=ADAPTER_RANK)
-    settings = settings.replace(max_positions=run.seq_len)
+    settings = settings.replace(max_positions=run.seq_len or settings.max_positions)
     return Model(_with_shared_heads(run, settings, assumed), tuple(assumed))
 
 
@@ -79,7 +84,8 @@ def is_adapted(run: PublishedRun) -> bool:
 def _published(config: str, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
     data = json.loads(resources.files("traces").joinpath(f"models/{config}.json").read_text())
     settings = adapt(data, subject=f"model {config}")
-    assumed.append(f"architecture of the published config '{config}', one head (no multi-token prediction)")
+    without = ", without multi-token prediction" if "multi-token" in data["_provenance"] else ""
+    assumed.append(f"architecture of the published config '{config}'{without}")
     return settings.replace(vocab=vocab_multiple * math.ceil(settings.vocab / vocab_multiple), other={})
 
 
@@ -106,7 +112,7 @@ def _with_shared_heads(run: PublishedRun, settings: DecoderConfig, assumed: list
 
 def _settings(run: PublishedRun, family: str, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
     if run.hidden is None or run.heads is None or run.layers is None or run.seq_len is None:
-        raise ValueError("an expressible run has hidden, heads, layers and seq_len")
+        raise SkippedRun("architecture_not_given", "the row does not give hidden, heads, layers and seq_len")
     llama, experts = family in LLAMA_LIKE, run.moe_experts or 0
     gated = run.gated_mlp if run.gated_mlp is not None else llama or bool(experts)
     vocab = run.vocab

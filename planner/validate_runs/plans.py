@@ -36,6 +36,7 @@ class Sizes:
     seq_len: int
     zero: int
     shard_group: int | None
+    whole_experts: bool = False
 
 
 ZERO_STAGES = {
@@ -60,12 +61,7 @@ def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Siz
         raise SkippedRun("sizes_do_not_match", f"{num_gpus} devices are no multiple of tp {tp} x pp {pp} x cp {cp}")
     if ep > 1 and (not run.moe_experts or run.moe_experts % ep):
         raise SkippedRun("sizes_do_not_match", f"{run.moe_experts} experts are no multiple of ep {ep}")
-    if (dp * cp) % ep:
-        if (num_gpus // pp) % ep:
-            raise SkippedRun("sizes_do_not_match", f"ep {ep} does not divide the {num_gpus // pp} devices of a stage")
-        if not sequence_parallel(run, tp, framework):
-            raise SkippedRun("experts_over_tensor_parallel", f"ep {ep} reaches over tp {tp} without sequence parallel")
-        assumed.append(f"whole experts: ep {ep} reaches over tp {tp}")
+    whole = _whole_experts(run, framework, (dp, cp, tp, ep), assumed)
     zero = _zero(run, framework)
     chunks = _chunks(run, pp, assumed)
     micro = run.micro_batch or _default_micro_batch(run, dp, pp, assumed)
@@ -77,7 +73,23 @@ def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Siz
     if chunks > 1 and passes % pp:
         assumed.append(f"1F1B in place of interleaving: {passes} micro-batches are no multiple of {pp} stages")
         chunks = 1
-    return Sizes(dp, tp, cp, ep, pp, chunks, micro, passes, batch, seq_len, zero, _shard_group(run, dp, zero, assumed))
+    return Sizes(dp, tp, cp, ep, pp, chunks, micro, passes, batch, seq_len, zero, _shard_group(run, dp, zero, assumed), whole)
+
+
+def _whole_experts(run: PublishedRun, framework: Framework, degrees: tuple[int, int, int, int], assumed: list[str]) -> bool:
+    """Whether experts are not split over tp: as the framework has it, or because expert parallel has no other room."""
+    dp, cp, tp, ep = degrees
+    if (dp * cp * tp) % ep:
+        raise SkippedRun("sizes_do_not_match", f"ep {ep} does not divide the {dp * cp * tp} devices of a stage")
+    if tp == 1 or ep == 1:
+        return False
+    forced = (dp * cp) % ep != 0
+    if forced and not sequence_parallel(run, tp, framework):
+        raise SkippedRun("experts_over_tensor_parallel", f"ep {ep} reaches over tp {tp} without sequence parallel")
+    whole = forced or (framework.whole_experts and sequence_parallel(run, tp, framework))
+    if whole:
+        assumed.append(f"whole experts: ep {ep} reaches over tp {tp}")
+    return whole
 
 
 def _expressible(run: PublishedRun) -> None:
@@ -235,7 +247,8 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
         stages.append(
             Stage(
                 devices=tuple(range(rank * per_rank, (rank + 1) * per_rank)), first_unit=first, num_units=count,
-                mesh=Mesh(dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, ep=sizes.ep), shard_group=sizes.shard_group,
+                mesh=Mesh(dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, ep=sizes.ep, whole_experts=sizes.whole_experts),
+                shard_group=sizes.shard_group,
                 zero=sizes.zero if sizes.dp * sizes.cp > 1 else 0, sequence_parallel=sequence_parallel(run, sizes.tp, framework),
                 recompute=recompute_runs(mode, first, count, total, every=int(every or 1)),
             )

@@ -63,7 +63,8 @@ class RunPredictor:
         framework = framework_of(run)
         assumed: list[str] = []
         model = model_of(run, vocab_multiple=framework.vocab_multiple(run.tp or 1))
-        run = replace(run, layers=model.settings.layers, moe_experts=model.settings.experts or None)
+        settings = model.settings
+        run = replace(run, layers=settings.layers, moe_experts=settings.experts or None, seq_len=settings.max_positions)
         sizes = sizes_of(run, framework, assumed)
         cluster, link_assumptions = cluster_of(run)
         assumed += [*model.assumed, *link_assumptions]
