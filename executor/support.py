@@ -44,6 +44,7 @@ def plan_violations(plan: Plan, graph: ModelGraph) -> list[Violation]:
     found = [*_unit_violations(pipeline, graph), *_mesh_violations(pipeline), *_batch_violations(plan, pipeline)]
     for index, stage in enumerate(pipeline.stages):
         found += _stage_violations(stage, index, plan.seq_len)
+        found += _mixer_violations(stage, index, graph)
     if not found:
         found += _schedule_violations(plan, pipeline)
     return found
@@ -115,6 +116,19 @@ def _stage_violations(stage: Stage, index: int, seq_len: int) -> Iterator[Violat
             yield _violation(
                 violation.code, violation.message, *loc, "recompute", actual=violation.actual, allowed=violation.allowed
             )
+
+
+# Settings of mixers in which tensor-parallel ranks share or slice tensors that are no weight of a product.
+_NOT_SPLIT = {"latent": "latent attention, whose rotary keys all heads share", "mamba": "state-space mixers"}
+
+
+def _mixer_violations(stage: Stage, index: int, graph: ModelGraph) -> Iterator[Violation]:
+    for name, words in _NOT_SPLIT.items():
+        if stage.mesh.tp > 1 and graph.attributes.get(name):
+            yield _violation(
+                "not_executable", f"tp {stage.mesh.tp} of {words} is planned and simulated, but not executed",
+                "pipelines", 0, "stages", index, "mesh", "tp", actual=stage.mesh.tp, allowed=[1], nearest=1,
+            )  # fmt: skip
 
 
 def _op_class_violations(run: RecomputeRun) -> list[Violation]:

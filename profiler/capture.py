@@ -13,13 +13,12 @@ from profiler.capture_export import Axes, export_module
 from profiler.capture_trace import trace_of
 from profiler.fold import fold
 from profiler.hf import DecoderConfig, adapt
+from profiler.layer_chain import all_layers, few_layers
 from profiler.models import build_model
 from profiler.pricing import price_graph
-from specs.errors import MeshwrightError
 from specs.graph import ModelGraph
 
 EXAMPLE_BATCH, EXAMPLE_SEQ = 3, 24
-CAPTURED_LAYERS = 2
 
 
 def capture_module(
@@ -50,17 +49,19 @@ def capture_module(
 def capture_config(config: Mapping[str, Any], name: str) -> ModelGraph:
     """The op graph of the decoder that a Hugging Face config describes.
 
-    Layers of these architectures are all alike: two are captured and counted as often as the config says. The config itself
-    is kept in ``attributes["hf_config"]``, our reading of it beside it.
+    Two layers of each kind are captured and put together as the config says. The config itself is kept in
+    ``attributes["hf_config"]``, our reading of it beside it.
     """
     settings = adapt(config, subject=f"model {name}")
-    captured = _captured(settings.replace(layers=CAPTURED_LAYERS, other={}).model_dump_json())
-    segments = tuple(
-        segment.replace(count=settings.layers) if segment.count == CAPTURED_LAYERS else segment for segment in captured.segments
+    graph = all_layers(captured_layers(settings), settings)
+    return graph.replace(
+        name=name, source="hf_config", attributes={**graph.attributes, "hf_config": dict(config), **decoder_attributes(settings)}
     )
-    return captured.replace(
-        name=name, source="hf_config", segments=segments, attributes={"hf_config": dict(config), **decoder_attributes(settings)}
-    )
+
+
+def captured_layers(settings: DecoderConfig) -> ModelGraph:
+    """The capture of a decoder with two layers of each kind, kept by its settings."""
+    return _captured(few_layers(settings).model_dump_json())
 
 
 def decoder_attributes(settings: DecoderConfig) -> dict[str, Any]:
@@ -79,7 +80,4 @@ def _captured(settings_json: str) -> ModelGraph:
     settings = DecoderConfig.model_validate_json(settings_json)
     with torch.device("meta"):
         model = build_model(settings)
-    graph = capture_module(model, example_tokens(), name="decoder")
-    if [segment.count for segment in graph.segments] != [1, CAPTURED_LAYERS, 1]:
-        raise MeshwrightError(f"the layers of {settings.architecture} did not fold into one block; please report this config")
-    return graph
+    return capture_module(model, example_tokens(), name="decoder")

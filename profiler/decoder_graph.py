@@ -7,14 +7,11 @@ sizes is that graph with the numbers exchanged and the ops priced again. ``tests
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import torch
-
-from profiler.capture import CAPTURED_LAYERS, capture_module, decoder_attributes, example_tokens
+from profiler.capture import captured_layers, decoder_attributes
 from profiler.hf import DecoderConfig
-from profiler.models import build_model
+from profiler.layer_chain import all_layers
 from profiler.pricing import price_graph
 from specs.errors import MeshwrightError
 from specs.expr import Expr
@@ -24,44 +21,36 @@ from specs.graph import Block, ModelGraph, Op, ParamSpec, TensorSpec
 _HEAD_DIM, _KV_HEADS, _GROUP = 302, 53, 59
 _HIDDEN, _FFN, _VOCAB, _POSITIONS = 10007, 10009, 20011, 30011
 _EXPERTS, _TOP_K = 101, 67
+_ADAPTER_RANK = 71
 _PARTIAL_ROTARY = 142 / 302
 _LEAST = 46  # smaller numbers in a graph are dims and flags, never sizes
 _TO_THE_END = 2**63 - 1  # of a slice
 
 
 def decoder_graph(settings: DecoderConfig, name: str = "decoder") -> ModelGraph:
-    """The graph that capturing the decoder of ``settings`` gives."""
-    template = _template_settings(settings)
-    captured = _captured(template.model_dump_json())
-    resize = _Resize(_sizes(template, settings))
-    blocks = tuple(resize.block(block) for block in captured.blocks)
-    segments = tuple(
-        segment.replace(count=settings.layers) if segment.count == CAPTURED_LAYERS else segment for segment in captured.segments
-    )
-    graph = captured.replace(name=name, blocks=blocks, segments=segments, attributes=decoder_attributes(settings))
-    return price_graph(graph)
+    """The graph that capturing the decoder of ``settings`` gives. Latent attention and hybrids are captured at their own sizes."""
+    if settings.latent is not None or settings.pattern:
+        captured = captured_layers(settings)
+    else:
+        template = _template_settings(settings)
+        captured = captured_layers(template)
+        resize = _Resize(_sizes(template, settings))
+        captured = captured.replace(blocks=tuple(resize.block(block) for block in captured.blocks))
+    graph = all_layers(captured, settings)
+    return price_graph(graph.replace(name=name, attributes=decoder_attributes(settings)))
 
 
 def _template_settings(settings: DecoderConfig) -> DecoderConfig:
     """The settings of the structure that ``settings`` is one size of."""
     heads = _KV_HEADS * (_GROUP if settings.heads != settings.kv_heads else 1)
     moe = {"experts": _EXPERTS, "top_k": _TOP_K} if settings.experts else {"experts": 0, "top_k": 0}
+    rank = _ADAPTER_RANK if settings.adapter_rank else 0
     partial = settings.position == "rope" and settings.rotary_dim < settings.head_dim
     return settings.replace(
-        architecture="template", hidden=_HIDDEN, layers=CAPTURED_LAYERS, heads=heads, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM,
-        ffn=_FFN, vocab=_VOCAB, max_positions=_POSITIONS, rotary_fraction=_PARTIAL_ROTARY if partial else 1.0, other={}, **moe,
+        architecture="template", hidden=_HIDDEN, layers=2, heads=heads, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM,
+        ffn=_FFN, vocab=_VOCAB, max_positions=_POSITIONS, rotary_fraction=_PARTIAL_ROTARY if partial else 1.0, adapter_rank=rank,
+        other={}, **moe,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def _captured(settings_json: str) -> ModelGraph:
-    settings = DecoderConfig.model_validate_json(settings_json)
-    with torch.device("meta"):
-        model = build_model(settings)
-    graph = capture_module(model, example_tokens(), name="decoder")
-    if [segment.count for segment in graph.segments] != [1, CAPTURED_LAYERS, 1]:
-        raise MeshwrightError("the layers of this decoder did not fold into one block")
-    return graph
 
 
 def _sizes(template: DecoderConfig, settings: DecoderConfig) -> dict[int, int]:
@@ -73,7 +62,7 @@ def _numbers(item: DecoderConfig) -> list[int]:
     return [
         item.hidden, item.heads, item.kv_heads, item.head_dim, item.heads * item.head_dim, item.kv_heads * item.head_dim,
         item.rotary_dim, item.rotary_dim // 2, item.head_dim - item.rotary_dim, item.ffn, item.vocab, item.max_positions,
-        item.experts, item.top_k,
+        item.experts, item.top_k, item.adapter_rank,
     ]  # fmt: skip
 
 

@@ -7,13 +7,15 @@ not use is kept (``DecoderConfig.other``); an architecture without an adapter is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
+from profiler.hf_layers import MAX_LAYERS, MIXERS, LatentAttention, StateSpace, deepseek, nemotron_h
 from profiler.hf_reader import ConfigReader
 from specs.base import Spec
 from specs.errors import InvalidInput, nearest_name
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -23,6 +25,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -32,6 +35,12 @@ class DecoderConfig(Spec):
     ``ffn`` is the hidden width of one MLP (of one expert in a mixture). ``experts`` is 0 for a dense model.
     ``rotary_fraction`` is the leading part of each head that RoPE turns. ``sliding_window`` is kept as a setting; attention
     is computed in full. ``other`` holds the source's keys that no field here stands for.
+
+    ``latent`` replaces plain attention. The first ``dense_layers`` of a mixture have an MLP of width ``dense_ffn`` instead of
+    experts. ``shared_ffn``: width of the expert that every token takes. ``expert_input``: width that tokens are projected to
+    before the routed experts and back after (0 = the hidden size). ``pattern``: one letter of ``hf_layers.MIXERS`` for each
+    layer where a layer is a single mixer. ``adapter_rank``: of LoRA adapters beside the attention projections, everything else
+    frozen (0 = none).
     """
 
     architecture: str
@@ -50,7 +59,7 @@ class DecoderConfig(Spec):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    position: Literal["rope", "learned"] = "rope"
+    position: Literal["rope", "learned", "none"] = "rope"
     rope_theta: float = 10000.0
     rotary_fraction: float = 1.0
     parallel_residual: bool = False
@@ -58,12 +67,29 @@ class DecoderConfig(Spec):
     experts: int = 0
     top_k: int = 0
     sliding_window: int | None = None
+    latent: LatentAttention | None = None
+    mamba: StateSpace | None = None
+    pattern: str = ""
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    shared_ffn: int = 0
+    expert_input: int = 0
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    adapter_rank: int = 0
     other: dict[str, Any] = {}
 
     @property
     def rotary_dim(self) -> int:
-        """Leading dims of a head that RoPE turns; 0 with learned positions."""
+        """Leading dims of a head that RoPE turns; 0 with learned positions or none."""
         return int(self.head_dim * self.rotary_fraction) if self.position == "rope" else 0
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kind of each layer: ``layer``, ``dense`` (a leading dense one of a mixture), or a mixer's name."""
+        if self.pattern:
+            return tuple(MIXERS[letter] for letter in self.pattern)
+        dense = min(self.dense_layers, self.layers) if self.experts else 0
+        return ("dense",) * dense + ("layer",) * (self.layers - dense)
 
 
 def adapt(config: Mapping[str, Any], *, subject: str = "model config") -> DecoderConfig:
@@ -241,8 +267,6 @@ def _gpt_neox(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-MAX_LAYERS = 10_000
-
 ADAPTERS: dict[str, Callable[[ConfigReader], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -250,4 +274,8 @@ ADAPTERS: dict[str, Callable[[ConfigReader], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "mixtral": _mixtral,
+    "deepseek_v2": partial(deepseek, activations=ACTIVATIONS),
+    "deepseek_v3": partial(deepseek, activations=ACTIVATIONS),
+    "kimi_k2": partial(deepseek, activations=ACTIVATIONS),
+    "nemotron_h": partial(nemotron_h, activations=ACTIVATIONS),
 }

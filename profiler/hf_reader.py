@@ -33,6 +33,10 @@ class ConfigReader:
         """Keys that nothing read, kept for the record."""
         return {key: value for key, value in self.config.items() if key not in self._used}
 
+    def mark_used(self, *keys: str) -> None:
+        """Keys that the caller reads from ``config`` itself."""
+        self._used.update(keys)
+
     def violation(self, code: str, message: str, *, key: str, actual: Any = None, allowed: Any = None, nearest: Any = None) -> None:
         """Record a broken rule at ``key``."""
         self.violations.append(Violation(code=code, message=message, loc=(key,), actual=actual, allowed=allowed, nearest=nearest))

@@ -94,14 +94,16 @@ def attention(call: Call) -> OpRule:
     kv_len = key.shape[2]
     if call.kernels.attention == "math":
         return math_attention(call)
-    one = product((batch, heads, q_len, kv_len, head_dim)) * 2
+    score = product((batch, heads, q_len, kv_len, head_dim)) * 2
+    apply = product((batch, heads, q_len, kv_len, value.shape[3])) * 2  # values may be narrower than keys (latent attention)
     causal = bool(call.kwargs.get("is_causal", call.args[5] if len(call.args) > 5 else False))
     forward_bytes = query.bytes + key.bytes + value.bytes + call.outputs[0].bytes
     dims = (product((batch, heads)), q_len, kv_len, head_dim)
-    forward = Kernel(OpClass.ATTENTION, one * 2, forward_bytes, one * 2, dims, causal)
+    forward = Kernel(OpClass.ATTENTION, score + apply, forward_bytes, score + apply, dims, causal)
     if not call.needs_grad:
         return OpRule(OpClass.ATTENTION, (forward,))
-    backward = Kernel(OpClass.ATTENTION, one * 5, forward_bytes * 2, one * 4, dims, causal, backward=True)
+    executed, needed = score * 3 + apply * 2, score * 2 + apply * 2  # the scores once more, and two products of each kind
+    backward = Kernel(OpClass.ATTENTION, executed, forward_bytes * 2, needed, dims, causal, backward=True)
     log_sum_exp_bytes = product((batch, heads, q_len)) * 4
     return OpRule(OpClass.ATTENTION, (forward,), (backward,), (0, 1, 2), (0,), log_sum_exp_bytes)
 
@@ -109,13 +111,13 @@ def attention(call: Call) -> OpRule:
 def math_attention(call: Call) -> OpRule:
     """Two batched products and a softmax: the probabilities (s x s per head) are kept, with dropout its mask and result too
     (arXiv 2205.05198, the 5as^2b term)."""
-    query, key = call.inputs[:2]
+    query, key, value = call.inputs[:3]
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
     size, pairs = DTYPE_BYTES[query.dtype], product((batch, heads))
     scores_bytes = product((batch, heads, q_len, kv_len)) * size
     score = gemm_kernel(q_len, kv_len, head_dim, pairs, size)
-    apply = gemm_kernel(q_len, head_dim, kv_len, pairs, size)
+    apply = gemm_kernel(q_len, value.shape[3], kv_len, pairs, size)
     passes = call.kernels.softmax_passes
     forward = (score, memory_kernel(OpClass.SOFTMAX, scores_bytes * passes), apply)
     if not call.needs_grad:
@@ -124,6 +126,37 @@ def math_attention(call: Call) -> OpRule:
     backward = (*products, memory_kernel(OpClass.SOFTMAX, scores_bytes * (passes + 1), backward=True))
     kept = scores_bytes + (product((batch, heads, q_len, kv_len)) + scores_bytes if call.kernels.dropout else 0)
     return OpRule(OpClass.ATTENTION, forward, backward, (0, 1, 2), (), kept, backward_workspace_bytes=scores_bytes * 2)
+
+
+# --- state-space scan -----------------------------------------------------------------------------------------------
+
+
+def ssd_scan(call: Call) -> OpRule:
+    """Mamba-2's scan by chunks of Q tokens (arXiv 2405.21060 §6): x (batch, length, heads, P), b and c (batch, length, groups, N).
+
+    Products of a pass: C B^T once per group (2QN per token), its use on x (2QP per head), chunk states and their use (2NP each per
+    head). Between chunks the states pass through memory in float32. Backward has two products for each and computes the states
+    and scores again first; only the inputs are kept.
+    """
+    x, groups_state, chunk = call.inputs[0], call.inputs[3].shape, float(call.args[5])
+    batch, length, heads, width = x.shape
+    groups, state = groups_state[2], groups_state[3]
+    size, chunks = DTYPE_BYTES[x.dtype], length * (1 / chunk)
+    per_group, per_head = product((batch, groups)) * chunks, product((batch, heads)) * chunks
+    states = product((per_head, width, state))
+    scores = gemm_kernel(chunk, chunk, state, per_group, size)
+    scores_bytes = per_group * (chunk * chunk * size)
+    made = gemm_kernel(width, state, chunk, per_head, size)
+    passing = memory_kernel(OpClass.SCAN, states * 8)
+    inside = replace(gemm_kernel(chunk, width, chunk, per_head, size), bytes=x.bytes * 2 + scores_bytes)  # decay stays on the chip
+    across = gemm_kernel(chunk, width, state, per_head, size)
+    forward = (scores, made, passing, inside, across)
+    if not call.needs_grad:
+        return OpRule(OpClass.SCAN, forward)
+    again = tuple(replace(kernel, model_flop=0, backward=True) for kernel in (scores, made, passing))
+    gradients = tuple(replace(kernel, backward=True) for kernel in (scores, made, inside, across) for _ in range(2))
+    return OpRule(OpClass.SCAN, forward, (*again, *gradients, replace(passing, backward=True)), (0, 1, 2, 3, 4),
+                  backward_workspace_bytes=states * 8 + scores_bytes)  # fmt: skip
 
 
 # --- memory-bound ops -----------------------------------------------------------------------------------------------
@@ -181,6 +214,13 @@ def elementwise_saved(call: Call, saves: str) -> tuple[tuple[int, ...], tuple[in
         first, second = call.inputs[0], call.inputs[1]
         return tuple(index for index, other in ((0, second), (1, first)) if other.requires_grad), ()
     return ((0,), ()) if saves == "both" and len(call.inputs) == 1 else ((), ())
+
+
+def conv1d(call: Call) -> OpRule:
+    """A convolution of each channel by itself (as many groups as channels): a few multiply-adds per element, so its traffic
+    decides. Any other is priced alike and says so."""
+    rule = elementwise(call, "input")
+    return replace(rule, known=call.args[6] == call.inputs[1].shape[0] if len(call.args) > 6 else False)
 
 
 def norm(call: Call) -> OpRule:

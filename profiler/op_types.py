@@ -19,6 +19,7 @@ class OpClass(StrEnum):
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"
     ATTENTION = "attention"
+    SCAN = "scan"
     NORM = "norm"
     ELEMENTWISE = "elementwise"
     SOFTMAX = "softmax"

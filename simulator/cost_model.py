@@ -60,7 +60,7 @@ class CostModel:
         self._blocks: dict[str, Block] = {block.name: block for block in graph.blocks}
         self._pricers: dict[str, OpPricer] = {}
         self._units: dict[tuple[object, ...], UnitCost] = {}
-        self._params: dict[tuple[str, int, int], UnitParams] = {}
+        self._params: dict[tuple[str, int, int, bool], UnitParams] = {}
 
     @property
     def num_units(self) -> int:
@@ -97,29 +97,31 @@ class CostModel:
         """Cost of one instance of ``block`` at micro-batch ``batch`` on one rank of a tp group of that shape."""
         key = (block, device, tp_shape, sequence_parallel and tp_shape.size > 1, batch, recompute, split)
         if key not in self._units:
-            placed = place_block(self._blocks[block], tp_shape.size, sequence_parallel)
+            placed = place_block(self._blocks[block], tp_shape.size, sequence_parallel, whole_experts=split.whole_experts)
             self._units[key] = unit_cost(
                 placed, self.pricer(device), self.network, tp_shape, batch=batch, seq=self.seq, recompute=recompute,
                 matmul_dtype=self.precision.matmul_dtype, split=split,
             )  # fmt: skip
         return self._units[key]
 
-    def params(self, block: str, tp: int, ep: int = 1) -> UnitParams:
-        """Parameters of one instance of ``block`` on one of ``tp`` ranks that holds 1/``ep`` of its experts."""
-        if (block, tp, ep) not in self._params:
-            placed = with_local_experts(place_block(self._blocks[block], tp, False), ep)
+    def params(self, block: str, tp: int, ep: int = 1, *, whole_experts: bool = False) -> UnitParams:
+        """Parameters of one instance of ``block`` on one of ``tp`` ranks that holds 1/``ep`` of its experts, split over tp as well
+        or not."""
+        key = (block, tp, ep, whole_experts)
+        if key not in self._params:
+            placed = with_local_experts(place_block(self._blocks[block], tp, whole_experts, whole_experts=whole_experts), ep)
             experts = expert_params(placed) if ep > 1 else set()
             specs = {param.name: param for param in self._blocks[block].params if not param.buffer}
             sizes = {name: _elements(placed.params[name].shape) for name in specs}
             aliases = {alias for alias, _ in self.graph.tied}
-            self._params[block, tp, ep] = UnitParams(
+            self._params[key] = UnitParams(
                 trainable=sum(sizes[name] for name, param in specs.items() if param.trainable),
                 frozen=sum(sizes[name] for name, param in specs.items() if not param.trainable),
                 num_tensors=len(specs),
                 tied_alias=sum(sizes[name] for name, param in specs.items() if param.fqn in aliases),
                 expert=sum(sizes[name] for name, param in specs.items() if name in experts and param.trainable),
             )
-        return self._params[block, tp, ep]
+        return self._params[key]
 
     @cached_property
     def state_bytes_per_param(self) -> tuple[float, float, float]:

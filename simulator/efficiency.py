@@ -20,7 +20,7 @@ from simulator.efficiency_model import Model, model_of
 from specs.base import InvalidInputValue, Provenance
 from specs.cluster import DeviceType
 
-_WIDER = ("float8", "float16", "bfloat16", "tf32", "float32", "float64")
+_WIDER = ("float4", "float8", "float16", "bfloat16", "tf32", "float32", "float64")
 _PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 _MOST_MODELS = 256
 _models: dict[tuple[int, str], tuple[DeviceType, Model]] = {}

@@ -34,6 +34,8 @@ STEP_LOAD_EXPONENT = 0.17
 STEP_LOAD_MOST = 1.4
 # A chip whose power limit holds products below their usual share holds attention there too.
 ATTENTION_OF_PRODUCTS = 1.05
+# Matrix products narrower than 16 bits.
+NARROW = ("float8", "float4")
 # Head sizes further apart than this factor are no neighbours: another backend that knows the size is asked first.
 _NEIGHBOUR = sqrt(2.0)
 
@@ -94,6 +96,8 @@ class Model:
             for name in same_rate(self.dtype):
                 if name in self.own.gemm:
                     return self.own.gemm[name]
+            if self.dtype == "float4" and "float8" in self.own.gemm:  # no measurement of 4-bit products: their peak, reached alike
+                return self.own.gemm["float8"].replace(provenance="assumed", error=None)
         wanted = _rate_class(self.dtype)
         for scope, item in (("family", self.family), ("general", priors().general)):
             if item is not None and wanted in item.gemm:
@@ -130,8 +134,8 @@ class Model:
         return found
 
     def _attention_chip(self) -> Chip:
-        """Attention in float8 workloads runs in 16 bits."""
-        if self.dtype != "float8":
+        """Attention in workloads of narrower products runs in 16 bits."""
+        if self.dtype not in NARROW:
             return self.chip
         rates = [self.device.peak_flop_per_s[name] for name in SIXTEEN_BIT if name in self.device.peak_flop_per_s]
         return Chip(min([self.chip.flop_per_s, *rates]), self.chip.bytes_per_s, self.chip.units)
@@ -186,7 +190,7 @@ def _rate_class(dtype: str) -> str:
     """The dtype under which priors keep a rate: 16-bit and TF32 matrix units behave alike."""
     if dtype in SIXTEEN_BIT or dtype == "tf32":
         return "bfloat16"
-    return dtype if dtype == "float8" else "float32"
+    return "float8" if dtype in NARROW else "float32"
 
 
 def _nearest(sizes: dict[int, Fit], head_dim: float) -> tuple[int, float]:

@@ -26,11 +26,13 @@ INTERFERENCE = 0.19
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a unit is split besides tp. ``cp_shape``, ``ep_shape``: groups of those axes, None when they have one rank."""
+    """How a unit is split besides tp. ``cp_shape``, ``ep_shape``: groups of those axes, None when they have one rank.
+    ``whole_experts``: experts are not split over tp, see :class:`specs.plan.Mesh`."""
 
     cp_shape: GroupShape | None = None
     ep_shape: GroupShape | None = None
     ring: bool = True
+    whole_experts: bool = False
 
     @property
     def cp(self) -> int:

@@ -138,8 +138,9 @@ def _fill(memory: MemoryPrediction) -> float:
 
 
 def fits(prediction: Prediction) -> bool:
-    """Whether every rank keeps below its capacity, allocator margin and process baseline included."""
-    return all(_fill(rank.memory) <= 1.0 for rank in prediction.ranks)
+    """Whether the fullest rank keeps below its capacity, allocator margin and process baseline included. A long step that is
+    continued from a short one has no ranks of its own, but its fullest one's memory."""
+    return _fill(prediction.memory) <= 1.0
 
 
 def _flags(ranks: Iterable[RankPrediction]) -> list[str]:

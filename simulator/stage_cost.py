@@ -110,14 +110,19 @@ def gradient_ranks(stage: Stage) -> tuple[int, ...]:
     return stage.devices[:: stage.mesh.tp]
 
 
+def expert_ranks(stage: Stage) -> tuple[int, ...]:
+    """Ranks over which the stage's experts are spread, those that share experts a multiple of ep apart."""
+    return stage.devices if stage.mesh.whole_experts else gradient_ranks(stage)
+
+
 def split_of(model: CostModel, stage: Stage) -> Split:
     """The stage's context and expert parallelism as a unit's price takes it."""
     mesh = stage.mesh
     if mesh.cp == 1 and mesh.ep == 1:
         return WHOLE
     cp = model.network.shape(axis_ranks(stage, "cp")) if mesh.cp > 1 else None
-    ep = model.network.shape(gradient_ranks(stage)[: mesh.ep]) if mesh.ep > 1 else None
-    return Split(cp, ep, model.software.cp_ring)
+    ep = model.network.shape(expert_ranks(stage)[: mesh.ep]) if mesh.ep > 1 else None
+    return Split(cp, ep, model.software.cp_ring, mesh.whole_experts)
 
 
 def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -> StageCost:
@@ -143,11 +148,14 @@ def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -
     return StageCost(
         stage=stage, device=slowest, slowdown=max(place.slowdown for place in places if place.device == slowest),
         units=priced[slowest][1],
-        params=tuple(model.params(model.unit_blocks[unit], stage.mesh.tp, stage.mesh.ep) for unit in unit_range(stage)),
+        params=tuple(
+            model.params(model.unit_blocks[unit], stage.mesh.tp, stage.mesh.ep, whole_experts=stage.mesh.whole_experts)
+            for unit in unit_range(stage)
+        ),
         tp_shape=tp_shape, shard_shape=model.network.shape(shard), replica_shape=model.network.shape(replica),
         dp_shape=model.network.shape(gradient_ranks(stage)), weight_bytes=weight, grad_bytes=grad, state_bytes=states,
         has_master=model.precision.master_dtype is not None, reduce_bytes=DTYPE_BYTES[model.precision.reduce_dtype],
-        expert_shape=model.network.shape(gradient_ranks(stage)[:: stage.mesh.ep]) if stage.mesh.ep > 1 else None,
+        expert_shape=model.network.shape(expert_ranks(stage)[:: stage.mesh.ep]) if stage.mesh.ep > 1 else None,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ class DeviceType(Spec):
     kind: str = Field(default="gpu", description="gpu | cpu_process")
     sm_count: int | None = None
     peak_flop_per_s: dict[str, float] = Field(
-        default={}, description="dense peak by dtype: float32, tf32, bfloat16, float16, float8"
+        default={}, description="dense peak by dtype: float32, tf32, bfloat16, float16, float8, float4"
     )
     matmul_flop_per_s: dict[str, float] = Field(
         default={}, description="measured matmul rate by dtype; best shape or sustained, as its provenance says"

@@ -27,12 +27,14 @@ class MeshAxis(StrEnum):
 
 
 class Mesh(Spec):
-    """Degrees of a stage. ``ep`` divides ``dp x cp`` and takes its ranks from there."""
+    """Degrees of a stage. ``ep`` divides ``dp x cp`` and takes its ranks from there, each expert split over tp as well; with
+    ``whole_experts`` it divides ``dp x cp x tp``, and no expert is split (needs sequence parallel)."""
 
     dp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
+    whole_experts: bool = Field(default=False, description="ep reaches over tp instead of experts being split over it")
 
     @property
     def size(self) -> int:

@@ -41,7 +41,7 @@ class Precision(Spec):
     master_dtype: str | None = "float32"
     matmul_dtype: str | None = Field(
         default=None,
-        description="of the linear layers' products where narrower than compute_dtype (float8); head and attention keep it",
+        description="of the linear layers' products where narrower than compute_dtype (float8, float4); head and attention keep it",
     )
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from planner.validate_runs.clusters import cluster_of
 from planner.validate_runs.frameworks import framework_of, frameworks
 from planner.validate_runs.models import model_of
 from planner.validate_runs.plans import plan_of, recompute_runs, sizes_of, split_units
@@ -20,6 +21,7 @@ from planner.validate_runs.predict_row import RunPredictor, recompute_modes
 from planner.validate_runs.runs import PublishedRun, SkippedRun, read_runs, rows_of
 from planner.validate_runs.scores import summary
 from planner.validate_runs.validate import validate_rows
+from profiler.catalogue import device
 from profiler.decoder_graph import decoder_graph
 from specs.errors import InvalidInput
 
@@ -105,10 +107,52 @@ def test_published_size_tells_head_size_and_head_sharing() -> None:
     assert model_of(run_of()).settings.tied_embeddings
 
 
+def test_key_value_heads_are_repeated_for_more_ranks() -> None:
+    run = run_of(heads="32", hidden="4096", kv_heads="8", tp="32", pp="1", num_gpus="32", family="llama")
+    model = model_of(run)
+    assert model.settings.kv_heads == 32
+    assert any("repeated for 32" in text for text in model.assumed)
+    assert model_of(run_of(heads="32", hidden="4096", kv_heads="8", tp="8", family="llama")).settings.kv_heads == 8
+
+
+def test_a_neuron_core_is_half_a_trainium_chip() -> None:
+    run = run_of(gpu="Trainium1 NeuronCore (16 GB; 2 per chip)", gpus_per_node="32", num_gpus="64", intra_link="NeuronLink",
+                 inter_link_gbps_per_gpu="")  # fmt: skip
+    cluster, _ = cluster_of(run)
+    assert (cluster.num_devices, cluster.nodes[0].devices_per_node) == (64, 32)
+    core, chip = cluster.device_types[0], device("trainium1")
+    assert (2 * core.memory_bytes, 2 * core.peak_flop_per_s["bfloat16"]) == (chip.memory_bytes, chip.peak_flop_per_s["bfloat16"])
+
+
 def test_layers_that_no_graph_has_are_skipped() -> None:
     with pytest.raises(SkippedRun) as error:
         model_of(run_of(family="nemotron-h-moe"))
     assert error.value.code == "layers_not_expressible"
+
+
+def test_a_name_that_tells_the_architecture_is_looked_up_and_listed() -> None:
+    run = run_of(model="Nemotron_3_Nano", family="nemotron-h-moe", layers="", hidden="", heads="", seq_len="8192")
+    model = model_of(run)
+    assert (model.settings.layers, model.settings.hidden, model.settings.experts) == (52, 2688, 128)
+    assert any("nemotron-3-nano-30b" in text for text in model.assumed)
+    assert model_of(run_of(model="DeepSeekV3", family="deepseek", layers="61")).settings.latent is not None
+
+
+def test_adapter_runs_train_adapters_only(predictor: RunPredictor) -> None:
+    whole, adapted = (
+        predictor.predict(run_of(notes=notes, recompute="none", hidden="4096", ffn_hidden="16384", layers="4", micro_batch="4"))
+        for notes in ("", "LoRA")
+    )
+    assert any("adapters of rank" in text for text in adapted.assumed)
+    assert adapted.prediction.memory.terms["optimizer"] < 0.1 * whole.prediction.memory.terms["optimizer"]
+    assert adapted.prediction.step_time_s < whole.prediction.step_time_s
+
+
+def test_four_bit_products_run_at_their_own_peak(predictor: RunPredictor) -> None:
+    rack = {"gpu": "GB200", "gpus_per_node": "4", "year": "2026", "hidden": "8192", "ffn_hidden": "32768", "heads": "64",
+            "kv_heads": "64", "micro_batch": "8", "seq_len": "4096", "layers": "4"}  # fmt: skip
+    eight, four = (predictor.predict(run_of(**rack, precision=word)).prediction.step_time_s for word in ("mxfp8", "nvfp4"))
+    assert eight / 2 < four < eight
 
 
 def test_framework_by_words_year_and_sizes() -> None:
@@ -152,14 +196,24 @@ def test_units_of_stages() -> None:
 
 def test_sizes_that_do_not_match_are_skipped() -> None:
     for changes, code in (
-        ({"num_gpus": "15"}, "sizes_do_not_match"), ({"global_batch": ""}, "batch_not_given"),
+        ({"num_gpus": "15"}, "sizes_do_not_match"), ({"tp": "", "pp": "", "zero_stage": ""}, "parallel_sizes_not_given"),
         ({"offload": "optimizer"}, "offload"),
-        ({"notes": "LoRA"}, "frozen_base"), ({"schedule": "v-half"}, "schedule_not_expressible"),
+        ({"notes": "QLoRA"}, "precision_not_described"), ({"schedule": "v-half"}, "schedule_not_expressible"),
     ):  # fmt: skip
         run = run_of(**changes)
         with pytest.raises(SkippedRun) as error:
             sizes_of(run, framework_of(run), [])
         assert error.value.code == code
+
+
+def test_a_batch_that_is_not_given_is_the_smallest_sensible_one_and_is_listed() -> None:
+    assumed: list[str] = []
+    run = run_of(global_batch="", micro_batch="")  # dp 4, pp 2: 32 sequences of 256 tokens a pass, 8 passes per stage
+    sizes = sizes_of(run, framework_of(run), assumed)
+    assert (sizes.micro_batch, sizes.num_micro_batches, sizes.global_batch) == (32, 16, 4 * 32 * 16)
+    assert [text for text in assumed if "global batch of 2048" in text]
+    alone = run_of(global_batch="", micro_batch="3", pp="1", dp="8")
+    assert sizes_of(alone, framework_of(alone), []).global_batch == 3 * 8
 
 
 def test_recompute_leaves_embedding_and_tail_alone() -> None:
@@ -198,6 +252,22 @@ def test_long_steps_equal_the_whole_simulation(predictor: RunPredictor, monkeypa
         assert sum(short.waterfall.values()) == pytest.approx(short.step_time_s, rel=1e-6)
 
 
+def test_a_long_step_that_overflows_does_not_fit(predictor: RunPredictor) -> None:
+    wide = {
+        "hidden": "8192",
+        "ffn_hidden": "32768",
+        "layers": "32",
+        "heads": "64",
+        "kv_heads": "64",
+        "tp": "1",
+        "pp": "2",
+        "dp": "8",
+    }
+    for batch in ("16", "4096"):  # simulated whole, and continued from two short steps
+        assert not predictor.predict(run_of(**wide, global_batch=batch)).fits
+    assert predictor.predict(run_of(global_batch="4096")).fits
+
+
 def test_predictions_do_not_look_at_measurements() -> None:
     records = [GPT, LLAMA, {**GPT, "id": "A-2", "pp": "1", "dp": "8"}, {**LLAMA, "id": "B-2", "compile": "1", "zero_stage": "hsdp"}]
     generator = random.Random(3)
@@ -226,6 +296,20 @@ def test_context_and_expert_parallel_rows_are_predicted(predictor: RunPredictor)
     spread, whole = (predictor.predict(rows_of([item])[0].run) for item in (moe, {**moe, "ep": "1"}))
     assert spread.prediction.waterfall["ep_comm"] > 0
     assert spread.prediction.memory.terms["gathered"] < whole.prediction.memory.terms["gathered"]
+
+
+def test_experts_stay_whole_where_the_framework_or_the_degrees_say_so() -> None:
+    mixture = {"moe_experts": "16", "moe_topk": "2", "gated_mlp": "1", "family": "mixtral", "year": "2026", "pp": "1", "dp": "8"}
+    for changes, whole in (
+        ({"ep": "8"}, True), ({"ep": "16"}, True), ({"ep": "1"}, False), ({"ep": "8", "sequence_parallel": "0"}, False),
+    ):  # fmt: skip
+        run = run_of(**{**mixture, **changes})
+        assert sizes_of(run, framework_of(run), []).whole_experts is whole
+    assert not sizes_of(run_of(**{**mixture, "year": "2021", "ep": "8"}), framework_of(run_of()), []).whole_experts
+    run = run_of(**mixture, ep="16", sequence_parallel="0")
+    with pytest.raises(SkippedRun) as error:
+        sizes_of(run, framework_of(run), [])
+    assert error.value.code == "experts_over_tensor_parallel"
 
 
 # --- scores and the command line --------------------------------------------------------------------------------------

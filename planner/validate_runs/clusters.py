@@ -36,12 +36,13 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"v100.*16", "v100_sxm2_16gb"),
     (r"v100", "v100_sxm2_32gb"),
     (r"mi250", "mi250x_gcd"),
+    (r"trainium1.*neuroncore", "trainium1_core"),
     (r"4090", "rtx_4090"),
     (r"3090", "rtx_3090"),
     (r"a6000", "rtx_a6000"),
 )
 # Devices counted in units that the catalogue does not have.
-OTHER_UNITS = {r"neuroncore": "a NeuronCore is half of a Trainium chip", r"\btpu\b": "TPU slices are not laid out in nodes"}
+OTHER_UNITS = {r"\btpu\b": "TPU slices are not laid out in nodes"}
 # Devices of one NVLink domain of an NVL72 rack.
 NVL72_DEVICES = 72
 DEFAULT_DEVICES_PER_NODE = 8

@@ -12,8 +12,8 @@ from planner.validate_runs.runs import PublishedRun
 from simulator.software import Software
 from specs.training import PRECISIONS, Precision
 
-# Table words for 8-bit matrix products; what is not a product of a linear layer stays in bfloat16.
-EIGHT_BIT = ("fp8", "mxfp8", "float8")
+# Table words for narrow matrix products; what is not a product of a linear layer stays in bfloat16.
+NARROW = {"fp8": "float8", "mxfp8": "float8", "float8": "float8", "nvfp4": "float4"}
 MIB = 1024.0 * 1024.0
 
 
@@ -23,8 +23,8 @@ class Framework:
     ``software_by_precision``: table word -> changes to the software.
 
     ``selective``: what it means by selective recompute, ``operators`` or a share of the ``layers``. ``state_dtype``: of optimizer
-    states. ``memory_reading``: what it prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the whole
-    ``device`` (nvidia-smi).
+    states. ``whole_experts``: tensor parallel does not split experts, expert parallel reaches over it. ``memory_reading``: what it
+    prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the whole ``device`` (nvidia-smi).
     """
 
     name: str
@@ -36,6 +36,7 @@ class Framework:
     default_zero: int = 0
     default_sequence_parallel: bool = False
     vocab_multiple_per_tp: int = 0
+    whole_experts: bool = False
     bucket_bytes: float = 25 * MIB
     selective: str = "layers"
     state_dtype: str = "float32"
@@ -114,6 +115,6 @@ def precision_of(run: PublishedRun, framework: Framework) -> Precision:
     key = "fp16" if word == "fp16" else "bf16"
     changes = dict(framework.precisions.get(key, {}))
     start = PRECISIONS["fp16_mixed"] if key == "fp16" else PRECISIONS["bf16_mixed"]
-    if word in EIGHT_BIT:
-        changes["matmul_dtype"] = "float8"
+    if word in NARROW:
+        changes["matmul_dtype"] = NARROW[word]
     return start.replace(**changes)

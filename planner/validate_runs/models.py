@@ -6,11 +6,14 @@ Ambiguities are settled by the model's published size where the row has one (``p
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from dataclasses import dataclass
+from importlib import resources
 
 from planner.validate_runs.runs import PublishedRun, SkippedRun
-from profiler.hf import Activation, DecoderConfig
+from profiler.hf import Activation, DecoderConfig, adapt
 
 # Families whose layers are RMS norm, rotary positions, gated MLP without biases (arXiv 2302.13971 §2.2); the others are GPT-like.
 LLAMA_LIKE = frozenset({"llama", "mistral", "mixtral", "qwen", "qwen2", "qwen3", "qwen-moe", "gpt-oss", "gemma", "deepseek", "phi"})
@@ -18,13 +21,28 @@ LLAMA_LIKE = frozenset({"llama", "mistral", "mixtral", "qwen", "qwen2", "qwen3",
 ROTARY_GPT = frozenset({"gpt-neox", "nemotron", "pythia"})
 ENCODERS = frozenset({"bert", "roberta", "encoder"})
 UNKNOWN_LAYERS = {
-    "deepseek": "multi-head latent attention",
-    "nemotron-h": "state-space layers",
-    "nemotron-h-moe": "state-space layers",
-    "mamba": "state-space layers",
+    "deepseek": "latent attention whose sizes only its config tells",
+    "nemotron-h": "a pattern of layers that only its config tells",
+    "nemotron-h-moe": "a pattern of layers that only its config tells",
+    "mamba": "state-space layers whose sizes only its config tells",
     "t5": "an encoder and a decoder of unlike layers",
     "vit": "images",
 }
+# Models whose name says more than a row's columns do: published configs (``traces/models``), first match wins.
+CONFIGS: tuple[tuple[str, str], ...] = (
+    (r"deepseek.?v3", "deepseek-v3"),
+    (r"kimi.?k2", "kimi-k2"),
+    (r"nemotron.*(nano|lightning)", "nemotron-3-nano-30b"),
+    (r"nemotron.*super", "nemotron-3-super-120b"),
+    (r"nemotron.*ultra", "nemotron-3-ultra-550b"),
+    (r"^gpt3-23b$", "gpt3-23b"),
+    (r"^gpt3-46b$", "gpt3-46b"),
+    (r"^mingpt-175b$", "mingpt-175b"),
+)
+# Those of them whose source gives the length of the training sequences, as the config's longest.
+TRAINED_AT_FULL_LENGTH = frozenset({"mingpt-175b"})
+# LoRA beside the attention projections, as its paper has it (arXiv 2106.09685 §4.2), at a rank in its usual range.
+ADAPTER_RANK = 16
 VOCABULARIES = {"bert": 30522, "llama": 32000, "gpt": 50257}
 HEAD_SIZES = (64, 80, 96, 128, 256)
 # Deviation from the published size above which another reading of the columns is tried.
@@ -44,20 +62,57 @@ def model_of(run: PublishedRun, *, vocab_multiple: int = 1) -> Model:
 
     ``vocab_multiple``: the framework pads the vocabulary to a multiple of it.
     """
+    assumed: list[str] = []
+    config = next((name for pattern, name in CONFIGS if re.search(pattern, run.model.lower())), None)
+    if run.seq_len is None and config not in TRAINED_AT_FULL_LENGTH:
+        raise SkippedRun("architecture_not_given", "the row does not give seq_len")
+    settings = _published(config, vocab_multiple, assumed) if config else _from_columns(run, vocab_multiple, assumed)
+    if run.seq_len is None:
+        assumed.append(f"sequences of {settings.max_positions} tokens, the published length")
+    if is_adapted(run):
+        assumed.append(f"adapters of rank {ADAPTER_RANK} beside the attention projections, the rest frozen")
+        settings = settings.replace(adapter_rank=ADAPTER_RANK)
+    settings = settings.replace(max_positions=run.seq_len or settings.max_positions)
+    return Model(_with_shared_heads(run, settings, assumed), tuple(assumed))
+
+
+def is_adapted(run: PublishedRun) -> bool:
+    """Whether the run trains LoRA adapters beside a frozen base."""
+    return "lora" in f"{run.model} {run.notes}".lower()
+
+
+def _published(config: str, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
+    data = json.loads(resources.files("traces").joinpath(f"models/{config}.json").read_text())
+    settings = adapt(data, subject=f"model {config}")
+    without = ", without multi-token prediction" if "multi-token" in data["_provenance"] else ""
+    assumed.append(f"architecture of the published config '{config}'{without}")
+    return settings.replace(vocab=vocab_multiple * math.ceil(settings.vocab / vocab_multiple), other={})
+
+
+def _from_columns(run: PublishedRun, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
     family = run.family.lower()
     if family in UNKNOWN_LAYERS:
-        raise SkippedRun("layers_not_expressible", f"{run.family} has {UNKNOWN_LAYERS[family]}, which no captured model here has")
-    missing = [name for name in ("layers", "hidden", "heads", "seq_len") if getattr(run, name) is None]
+        raise SkippedRun(
+            "layers_not_expressible", f"{run.model} ({run.family}) has {UNKNOWN_LAYERS[family]}, and none is known here"
+        )
+    missing = [name for name in ("layers", "hidden", "heads") if getattr(run, name) is None]
     if missing:
         raise SkippedRun("architecture_not_given", "the row does not give " + ", ".join(missing))
-    assumed: list[str] = []
-    base = _settings(run, family, vocab_multiple, assumed)
-    return Model(_nearest_size(run, base, assumed), tuple(assumed))
+    return _nearest_size(run, _settings(run, family, vocab_multiple, assumed), assumed)
+
+
+def _with_shared_heads(run: PublishedRun, settings: DecoderConfig, assumed: list[str]) -> DecoderConfig:
+    """Frameworks repeat key-value heads where tensor-parallel ranks outnumber them, so that every rank has its own copy."""
+    tp = run.tp or 1
+    if tp <= settings.kv_heads or tp % settings.kv_heads or settings.heads % tp:
+        return settings
+    assumed.append(f"{settings.kv_heads} key-value heads repeated for {tp} tensor-parallel ranks")
+    return settings.replace(kv_heads=tp)
 
 
 def _settings(run: PublishedRun, family: str, vocab_multiple: int, assumed: list[str]) -> DecoderConfig:
     if run.hidden is None or run.heads is None or run.layers is None or run.seq_len is None:
-        raise ValueError("an expressible run has hidden, heads, layers and seq_len")
+        raise SkippedRun("architecture_not_given", "the row does not give hidden, heads, layers and seq_len")
     llama, experts = family in LLAMA_LIKE, run.moe_experts or 0
     gated = run.gated_mlp if run.gated_mlp is not None else llama or bool(experts)
     vocab = run.vocab
@@ -70,8 +125,6 @@ def _settings(run: PublishedRun, family: str, vocab_multiple: int, assumed: list
         assumed.append(f"MLP width {ffn}")
     if experts and run.moe_topk is None:
         raise SkippedRun("architecture_not_given", "the row does not give moe_topk")
-    if experts and not gated:
-        raise SkippedRun("layers_not_expressible", "experts without a gate, which no captured model here has")
     biased = not llama and "mpt" not in run.model.lower()
     activation: Activation = "silu" if llama else "gelu"
     return DecoderConfig(

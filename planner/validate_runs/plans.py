@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +37,7 @@ class Sizes:
     seq_len: int
     zero: int
     shard_group: int | None
+    whole_experts: bool = False
 
 
 ZERO_STAGES = {
@@ -50,41 +52,52 @@ def sizes_of(run: PublishedRun, framework: Framework, assumed: list[str]) -> Siz
     num_gpus, seq_len = run.num_gpus or 0, run.seq_len or 0
     if not num_gpus or not seq_len:
         raise SkippedRun("cluster_not_given", "the row does not give num_gpus and seq_len")
-    if run.global_batch is None:
-        raise SkippedRun("batch_not_given", "the row does not give global_batch")
-    if run.tp is None and run.pp is None and num_gpus > 1 and not run.zero_stage:
-        raise SkippedRun("parallel_sizes_not_given", "the row gives neither tp nor pp nor a sharding")
+    if run.tp is None and run.pp is None and num_gpus > 1:
+        if ZERO_STAGES.get(run.zero_stage.lower(), 3) < 2:  # sharded weights stand for a model that is not cut otherwise
+            raise SkippedRun("parallel_sizes_not_given", "the row gives neither tp nor pp nor a sharding of weights or gradients")
+        assumed.append("data parallel only: the row gives a sharding but neither tp nor pp")
     tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
     dp, rest = divmod(num_gpus, tp * pp * cp)
     if rest or not dp:
         raise SkippedRun("sizes_do_not_match", f"{num_gpus} devices are no multiple of tp {tp} x pp {pp} x cp {cp}")
     if ep > 1 and (not run.moe_experts or run.moe_experts % ep):
         raise SkippedRun("sizes_do_not_match", f"{run.moe_experts} experts are no multiple of ep {ep}")
-    if (dp * cp) % ep:
-        if (num_gpus // pp) % ep:
-            raise SkippedRun("sizes_do_not_match", f"ep {ep} does not divide the {num_gpus // pp} devices of a stage")
-        raise SkippedRun("experts_over_tensor_parallel", f"ep {ep} reaches over tp {tp}: experts split over dp and cp only")
+    whole = _whole_experts(run, framework, (dp, cp, tp, ep), assumed)
     zero = _zero(run, framework)
     chunks = _chunks(run, pp, assumed)
     micro = run.micro_batch or _default_micro_batch(run, dp, pp, assumed)
-    micro = _divisor(run, dp, micro, assumed)
-    passes = run.global_batch // (dp * micro)
+    batch = run.global_batch or _smallest_batch(dp, pp, micro, assumed)
+    micro = _divisor(batch, dp, micro, assumed)
+    passes = batch // (dp * micro)
     if pp > 1 and passes < pp and framework_schedule(run) == "1f1b":
         assumed.append(f"all forwards first: {passes} micro-batches do not fill {pp} stages, where 1F1B does the same")
     if chunks > 1 and passes % pp and framework_schedule(run) in ("1f1b", "gpipe"):
         assumed.append(f"1F1B in place of interleaving: {passes} micro-batches are no multiple of {pp} stages")
         chunks = 1
-    return Sizes(dp, tp, cp, ep, pp, chunks, micro, passes, run.global_batch, seq_len, zero, _shard_group(run, dp, zero, assumed))
+    return Sizes(dp, tp, cp, ep, pp, chunks, micro, passes, batch, seq_len, zero, _shard_group(run, dp, zero, assumed), whole)
+
+
+def _whole_experts(run: PublishedRun, framework: Framework, degrees: tuple[int, int, int, int], assumed: list[str]) -> bool:
+    """Whether experts are not split over tp: as the framework has it, or because expert parallel has no other room."""
+    dp, cp, tp, ep = degrees
+    if (dp * cp * tp) % ep:
+        raise SkippedRun("sizes_do_not_match", f"ep {ep} does not divide the {dp * cp * tp} devices of a stage")
+    if tp == 1 or ep == 1:
+        return False
+    forced = (dp * cp) % ep != 0
+    if forced and not sequence_parallel(run, tp, framework):
+        raise SkippedRun("experts_over_tensor_parallel", f"ep {ep} reaches over tp {tp} without sequence parallel")
+    whole = forced or (framework.whole_experts and sequence_parallel(run, tp, framework))
+    if whole:
+        assumed.append(f"whole experts: ep {ep} reaches over tp {tp}")
+    return whole
 
 
 def _expressible(run: PublishedRun) -> None:
     if run.offload.lower() not in ("", "none"):
         raise SkippedRun("offload", f"offload of {run.offload}: plans of this version keep everything on the device")
-    text = f"{run.model} {run.notes}".lower()
-    if "lora" in text:
-        raise SkippedRun("frozen_base", "LoRA trains adapters beside a frozen base, which no captured model here has")
-    if run.precision.lower() == "nvfp4":
-        raise SkippedRun("precision_not_described", "no device of the catalogue has a 4-bit matrix rate")
+    if "qlora" in f"{run.model} {run.notes}".lower():
+        raise SkippedRun("precision_not_described", "the frozen base is kept in 4 bits and widened for every product")
     if (run.pp or 1) > 1:
         framework_schedule(run)
 
@@ -139,9 +152,9 @@ def _chunks(run: PublishedRun, pp: int, assumed: list[str]) -> int:
 
 def _default_micro_batch(run: PublishedRun, dp: int, pp: int, assumed: list[str]) -> int:
     """The largest power of two that keeps a pass at the default tokens and the pipeline filled."""
-    per_rank = max(1, (run.global_batch or 1) // dp)
     most = max(1, DEFAULT_TOKENS_PER_PASS // (run.seq_len or 1))
-    if pp > 1:
+    per_rank = max(1, run.global_batch // dp) if run.global_batch else 2 ** int(math.log2(most))
+    if pp > 1 and run.global_batch:
         most = min(most, max(1, per_rank // (FEW_BUBBLES * pp)))
     micro = 1
     while micro * 2 <= most and per_rank % (micro * 2) == 0:
@@ -150,10 +163,18 @@ def _default_micro_batch(run: PublishedRun, dp: int, pp: int, assumed: list[str]
     return micro
 
 
-def _divisor(run: PublishedRun, dp: int, micro: int, assumed: list[str]) -> int:
-    per_rank, rest = divmod(run.global_batch or 0, dp)
+def _smallest_batch(dp: int, pp: int, micro: int, assumed: list[str]) -> int:
+    """Where only a throughput or a memory is published: one micro-batch per data-parallel rank, under a pipeline as many as
+    keep its bubble small."""
+    batch = dp * micro * (FEW_BUBBLES * pp if pp > 1 else 1)
+    assumed.append(f"global batch of {batch} sequences, the smallest that fills the devices")
+    return batch
+
+
+def _divisor(batch: int, dp: int, micro: int, assumed: list[str]) -> int:
+    per_rank, rest = divmod(batch, dp)
     if rest or not per_rank:
-        raise SkippedRun("sizes_do_not_match", f"batch {run.global_batch} is no multiple of dp {dp}")
+        raise SkippedRun("sizes_do_not_match", f"batch {batch} is no multiple of dp {dp}")
     if per_rank % micro == 0:
         return micro
     best = max(size for size in range(1, min(micro, per_rank) + 1) if per_rank % size == 0)
@@ -233,7 +254,8 @@ def plan_of(run: PublishedRun, sizes: Sizes, framework: Framework, recompute: st
         stages.append(
             Stage(
                 devices=tuple(range(rank * per_rank, (rank + 1) * per_rank)), first_unit=first, num_units=count,
-                mesh=Mesh(dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, ep=sizes.ep), shard_group=sizes.shard_group,
+                mesh=Mesh(dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, ep=sizes.ep, whole_experts=sizes.whole_experts),
+                shard_group=sizes.shard_group,
                 zero=sizes.zero if sizes.dp * sizes.cp > 1 else 0, sequence_parallel=sequence_parallel(run, sizes.tp, framework),
                 recompute=recompute_runs(mode, first, count, total, share=float(share or 1)),
             )

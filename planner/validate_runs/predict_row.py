@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.validate_runs.clusters import cluster_of
 from planner.validate_runs.frameworks import Framework, framework_of, precision_of
@@ -63,6 +63,8 @@ class RunPredictor:
         framework = framework_of(run)
         assumed: list[str] = []
         model = model_of(run, vocab_multiple=framework.vocab_multiple(run.tp or 1))
+        settings = model.settings
+        run = replace(run, layers=settings.layers, moe_experts=settings.experts or None, seq_len=settings.max_positions)
         sizes = sizes_of(run, framework, assumed)
         cluster, link_assumptions = cluster_of(run)
         assumed += [*model.assumed, *link_assumptions]

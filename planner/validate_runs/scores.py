@@ -2,7 +2,7 @@
 
 Errors are relative: predicted over measured minus one. ``bias`` is their median, ``median_ape``, ``p90_ape`` and ``mape`` are
 median, 90th percentile and mean of their magnitudes. Rows count by the quantities that their source printed. A source without a
-step time but with a throughput is judged by that.
+step time but with a throughput is judged by that; one that prints TFLOPS alone is not, for sources count FLOP differently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Judged:
         measured, prediction = self.row.measured, self.predicted.prediction
         if measured.step_s is not None:
             return prediction.step_time_s / measured.step_s - 1
-        if measured.tokens_per_s_per_gpu is not None and self.row.run.global_batch is not None:
+        if measured.tokens_per_s_per_gpu is not None:
             return measured.tokens_per_s_per_gpu / self.predicted.tokens_per_s_per_gpu - 1
         return None
 

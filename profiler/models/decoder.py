@@ -13,12 +13,18 @@ from torch import Tensor, nn
 from profiler.hf import DecoderConfig
 from profiler.models.attention import Attention
 from profiler.models.init import reset_buffers
+from profiler.models.latent_attention import MultiHeadLatentAttention
+from profiler.models.mamba import Mamba2
 from profiler.models.mlp import MLP, MixtureOfExperts
+from profiler.models.projection import freeze_base
 
 
 def build_model(config: DecoderConfig) -> CausalLM:
     """The decoder of ``config`` on the current default device; under ``torch.device("meta")`` it costs no memory."""
-    return CausalLM(config)
+    model = CausalLM(config)
+    if config.adapter_rank:
+        freeze_base(model)
+    return model
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
@@ -47,18 +53,45 @@ class Embedding(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream; in parallel where the architecture says so."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, kind: str = "layer") -> None:
         super().__init__()
         self.parallel_residual = config.parallel_residual
         self.attention_norm = make_norm(config)
-        self.attention = Attention(config)
+        self.attention = make_mixer(config, "attention")
         self.mlp_norm = make_norm(config)
-        self.mlp: nn.Module = MixtureOfExperts(config) if config.experts else MLP(config)
+        self.mlp = make_mixer(config, "experts" if config.experts and kind == "layer" else "mlp")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``(B, S, H) -> (B, S, H)``."""
         attended = hidden + self.attention(self.attention_norm(hidden))
         return attended + self.mlp(self.mlp_norm(hidden if self.parallel_residual else attended))
+
+
+class MixerLayer(nn.Module):
+    """One mixer after a norm, added to the residual stream: a layer of a hybrid (arXiv 2504.03624 §2.1)."""
+
+    def __init__(self, config: DecoderConfig, kind: str) -> None:
+        super().__init__()
+        self.norm = make_norm(config)
+        self.mixer = make_mixer(config, kind)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``(B, S, H) -> (B, S, H)``."""
+        return hidden + self.mixer(self.norm(hidden))
+
+
+def make_mixer(config: DecoderConfig, kind: str) -> nn.Module:
+    """``attention``, ``mamba``, ``experts`` or ``mlp`` of the config, ``(B, S, H) -> (B, S, H)``."""
+    if kind == "attention":
+        return MultiHeadLatentAttention(config) if config.latent is not None else Attention(config)
+    if kind == "mamba":
+        return Mamba2(config)
+    return MixtureOfExperts(config) if kind == "experts" else MLP(config, config.dense_ffn)
+
+
+def make_layer(config: DecoderConfig, kind: str) -> nn.Module:
+    """A layer of one of ``config.layer_kinds``."""
+    return DecoderLayer(config, kind) if kind in ("layer", "dense") else MixerLayer(config, kind)
 
 
 class Tail(nn.Module):
@@ -87,7 +120,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.embed = Embedding(config)
         # a dict, so that a stage that drops layers keeps the names of the others
-        self.layers = nn.ModuleDict({str(index): DecoderLayer(config) for index in range(config.layers)})
+        self.layers = nn.ModuleDict({str(index): make_layer(config, kind) for index, kind in enumerate(config.layer_kinds)})
         self.tail = Tail(config)
         self.tie_parameters()
 

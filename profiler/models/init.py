@@ -20,7 +20,7 @@ def init_tensor(fqn: str, shape: Sequence[int], seed: int, *, std: float = INIT_
     *modules, leaf = fqn.split(".")
     if leaf == "bias":
         return torch.zeros(tuple(shape))
-    if leaf == "weight" and modules and "norm" in modules[-1].lower():
+    if leaf == "norm_weight" or (leaf == "weight" and modules and "norm" in modules[-1].lower()):
         return torch.ones(tuple(shape))
     digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
