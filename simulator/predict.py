@@ -100,13 +100,13 @@ def _rank_prediction(model: CostModel, plan: Plan, rank: RankStep) -> RankPredic
 
 def _memory(model: CostModel, plan: Plan, rank: RankStep, peak: MemoryPeak) -> MemoryPrediction:
     first = next(iter(rank.stages.values()))
-    margin = model.workload.limits.memory_margin_fraction
     baseline = _baseline_bytes(model, first.device)
-    terms = {name: size for name, size in peak.terms.items() if size > 0}
+    held = (model.factors.memory - 1) * peak.bytes
+    terms = {name: size for name, size in {**peak.terms, "margin": peak.terms.get("margin", 0.0) + held}.items() if size > 0}
     return MemoryPrediction(
-        peak_bytes=peak.bytes,
+        peak_bytes=peak.bytes + held,
         capacity_bytes=min(usable_bytes(model, device) for device in first.stage.devices),
-        reserved_bytes=peak.bytes * (1 + margin) + baseline,
+        reserved_bytes=peak.bytes * model.reserve_factor + baseline,
         baseline_bytes=baseline,
         terms=terms,
         peak_moment=f"stage {min(rank.stages)}: {peak.moment}",
@@ -195,7 +195,7 @@ def _cost_usd(model: CostModel, ranks: Iterable[RankPrediction], step_s: float) 
 
 
 def _assumptions(model: CostModel, ranks: list[RankStep]) -> list[Assumption]:
-    found: list[Assumption] = []
+    found = model.factors.assumptions()
     devices = sorted({cost.device for rank in ranks for cost in rank.stages.values()})
     for name in devices:
         if model.pricer(name).table is None:
