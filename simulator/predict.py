@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from simulator.cost_model import CostModel
-from simulator.efficiency import defaults, peak_flop_per_s
+from simulator.efficiency import peak_flop_per_s
+from simulator.interval import exposures, interval
 from simulator.memory import MemoryPeak, MemoryRules, RankMemory
 from simulator.runtime_rules import memory_rules_for
 from simulator.step import RankStep, StepResult, StepSimulation
@@ -57,13 +58,15 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
         for name in TIME_TERMS
     }
     shares = _shares(result.ranks)
-    spread = _relative_spread(shares.values())
+    hangs_on = exposures(model, plan, result.ranks)
+    low, high = interval(step, hangs_on)
     flop = model.graph.flop(batch=1, seq=model.seq) * plan.global_batch
     return Prediction(
         plan_hash=plan.content_hash(),
         step_time_s=step,
-        step_time_low_s=step * (1 - spread),
-        step_time_high_s=step * (1 + spread),
+        step_time_low_s=low,
+        step_time_high_s=high,
+        exposures=hangs_on,
         tokens_per_s=plan.global_batch * plan.seq_len / step,
         mfu=flop / (step * _peak(model, ranks)),
         mfu_convention=MFU_CONVENTION,
@@ -157,13 +160,6 @@ def _shares(ranks: Iterable[RankStep]) -> dict[Provenance, SourceShare]:
                 for source, share in unit.by_source.items():
                     found.setdefault(source, SourceShare()).add(share)
     return found
-
-
-def _relative_spread(shares: Iterable[SourceShare]) -> float:
-    """Half width of the interval: expected absolute errors of the ops, as if all erred the same way, over their seconds."""
-    listed = list(shares)
-    total = sum(item.seconds for item in listed)
-    return sum(item.error_s for item in listed) / total if total > 0 else float(defaults()["interval"]["assumed"])
 
 
 def _peak(model: CostModel, ranks: Iterable[RankPrediction]) -> float:
