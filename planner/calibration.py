@@ -52,7 +52,12 @@ def calibrate_measurements(
         broken += found
     if broken:
         raise InvalidInput(broken, subject="measured runs")
-    return calibrate(cluster, profile, runs)
+    calibration = calibrate(cluster, profile, runs)
+    silent = sum(not measurement.cluster for measurement in measurements)
+    if silent:
+        note = f"{silent} of {len(runs)} runs do not say on which cluster they ran: taken as runs of '{cluster.name}'"
+        calibration = calibration.replace(notes=(*calibration.notes, note))
+    return calibration
 
 
 def _foreign(number: int, measurement: Measurement, graph: ModelGraph, cluster: ClusterSpec) -> list[Violation]:
