@@ -256,9 +256,9 @@ class Engine:
     @_reporting
     def calibrate(
         self, graph: ModelGraph, cluster: ClusterSpec, profile: Profile | None, measurements: Sequence[Measurement], *,
-        plans: Sequence[Plan] = (), workload: TrainingSpec | None = None,
+        plans: Sequence[Plan] = (), workload: TrainingSpec | None = None, progress: ProgressSink = ignore,
     ) -> Calibration:  # fmt: skip
-        """Factors of the cluster's prices, refitted from measured runs of one model."""
+        """Factors of the cluster's prices, refitted from measured runs of one model. Isolated: may compute for a minute."""
         from planner.calibration import calibrate_measurements
 
         return calibrate_measurements(graph, cluster, profile, measurements, plans=plans, workload=workload)
