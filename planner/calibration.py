@@ -36,10 +36,15 @@ def calibrate_measurements(
     by_hash = {plan.content_hash(): plan for plan in plans}
     runs: list[MeasuredRun] = []
     broken: list[Violation] = []
+    seen: list[Measurement] = []
     for number, measurement in enumerate(measurements):
         plan = measurement.plan or by_hash.get(measurement.plan_hash)
         spec = measurement.workload or workload
         found = _foreign(number, measurement, graph, cluster)
+        if measurement in seen:
+            what = f"run {seen.index(measurement)} is the same: one run counts once"
+            found.append(Violation(code="same_run_twice", message=what, loc=("runs", number)))
+        seen.append(measurement)
         if plan is None:
             what = f"the plan {measurement.plan_hash[:12]} that ran is neither in the measurement nor among the given plans"
             found.append(Violation(code="plan_not_given", message=what, loc=("runs", number)))

@@ -85,6 +85,9 @@ def test_what_does_not_belong_is_refused_in_one_message(tmp_path: Path, files: l
         run = measure(tmp_path, files, STRATEGIES[0], 1.2, **changes)
         problem = as_json("calibrate", run, *site, code=2)["error"]
         assert [error["code"] for error in problem["errors"]] == [code]
+    run = measure(tmp_path, files, STRATEGIES[0], 1.2)
+    problem = as_json("calibrate", run, run, *site, code=2)["error"]
+    assert [error["code"] for error in problem["errors"]] == ["same_run_twice"]
     meshwright("calibrate", *site, code=2)  # no run at all
     meshwright("calibrate", str(tmp_path / "none.json"), *site, code=2)
 
