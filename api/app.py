@@ -14,6 +14,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from api import middleware, problems
 from api.engine import Engine
+from api.routes.calibrations import calibrations
 from api.routes.documents import document_router, reading_router
 from api.routes.plans import estimates, plans
 from api.routes.runs import executions, executions_of_plans, profiles
@@ -53,7 +54,8 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", "::1"])
     for kind in ("model", "cluster", "workload"):
         app.include_router(document_router(kind))
-    for router in (profiles, reading_router("profile"), plans, estimates, executions_of_plans, executions):
+    documents = (profiles, reading_router("profile"), calibrations, reading_router("calibration"))
+    for router in (*documents, plans, estimates, executions_of_plans, executions):
         app.include_router(router)
     _add_health(app)
     return app

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from api.schemas import PlanOptions
 from specs.answer import PlanAnswer
 from specs.base import InvalidInputValue
+from specs.calibration import Calibration
 from specs.cluster import ClusterSpec
 from specs.errors import InvalidInput, Violation
 from specs.graph import ModelGraph
@@ -24,6 +25,9 @@ from specs.prediction import Prediction
 from specs.profile import Profile
 from specs.progress import ProgressSink, ignore
 from specs.training import TrainingSpec
+
+if TYPE_CHECKING:
+    from simulator.cost_model import CostModel
 
 Params = ParamSpec("Params")
 Answer = TypeVar("Answer")
@@ -145,13 +149,14 @@ class Engine:
     @_reporting
     def plan(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None,
-        options: PlanOptions, progress: ProgressSink = ignore,
+        options: PlanOptions, progress: ProgressSink = ignore, calibration: Calibration | None = None,
     ) -> PlanAnswer:  # fmt: skip
         """The best plan that has the fields of ``options.strategy``, if any. Isolated: may compute for minutes."""
         from planner.search import SearchOptions, search
 
         chosen = SearchOptions(time_limit_s=options.time_limit_s, top=options.top, seed=options.seed, strategy=options.strategy)
-        return search(graph, cluster, workload, profile=profile, options=chosen, progress=progress)
+        model = _cost_model(graph, cluster, workload, profile, calibration)
+        return search(graph, cluster, workload, profile=profile, options=chosen, progress=progress, cost_model=model)
 
     @_reporting
     def plan_of(self, strategy: str, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> Plan:
@@ -173,23 +178,25 @@ class Engine:
 
     @_reporting
     def estimate(
-        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
-    ) -> Prediction:
+        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None,
+        calibration: Calibration | None = None,
+    ) -> Prediction:  # fmt: skip
         """Step time and memory of a valid plan."""
         from simulator.predict import predict
 
-        return predict(graph, cluster, workload, plan, profile)
+        model = _cost_model(graph, cluster, workload, profile, calibration)
+        return predict(graph, cluster, workload, plan, cost_model=model)
 
     @_reporting
     def trace(
-        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
-    ) -> dict[str, Any]:
+        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None,
+        calibration: Calibration | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Chrome/Perfetto trace of one predicted step."""
-        from simulator.cost_model import CostModel
         from simulator.predict import simulate
         from simulator.trace import chrome_trace
 
-        model = CostModel(graph, cluster, workload, profile)
+        model = _cost_model(graph, cluster, workload, profile, calibration)
         return chrome_trace(model, plan, simulate(model, plan))
 
     # executions ------------------------------------------------------------------------------------------------------
@@ -245,6 +252,26 @@ class Engine:
         from executor.compare import compare
 
         return compare(prediction, measurement)
+
+    @_reporting
+    def calibrate(
+        self, graph: ModelGraph, cluster: ClusterSpec, profile: Profile | None, measurements: Sequence[Measurement], *,
+        plans: Sequence[Plan] = (), workload: TrainingSpec | None = None, progress: ProgressSink = ignore,
+    ) -> Calibration:  # fmt: skip
+        """Factors of the cluster's prices, refitted from measured runs of one model. Isolated: may compute for a minute."""
+        from planner.calibration import calibrate_measurements
+
+        return calibrate_measurements(graph, cluster, profile, measurements, plans=plans, workload=workload)
+
+
+def _cost_model(
+    graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None, calibration: Calibration | None
+) -> CostModel:
+    """The prices that every answer about these documents rests on."""
+    from planner.calibration import factors_for
+    from simulator.cost_model import CostModel
+
+    return CostModel(graph, cluster, workload, profile, factors=factors_for(cluster, profile, calibration))
 
 
 def fits(prediction: Prediction) -> bool:

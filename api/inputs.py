@@ -11,14 +11,17 @@ from api.engine import Engine, is_graph
 from api.settings import LOCAL_CLUSTER_ID
 from api.store import Job, Store, StoredDocument
 from specs.base import Document
+from specs.calibration import Calibration
 from specs.cluster import ClusterSpec
 from specs.errors import InvalidInput, Violation, nearest_name
 from specs.graph import ModelGraph
 from specs.profile import Profile
 from specs.training import TrainingSpec
 
-KINDS = ("model", "cluster", "workload", "profile")
-_PARSERS: dict[str, type[Document]] = {"cluster": ClusterSpec, "workload": TrainingSpec, "profile": Profile}
+KINDS = ("model", "cluster", "workload", "profile", "calibration")
+_PARSERS: dict[str, type[Document]] = {
+    "cluster": ClusterSpec, "workload": TrainingSpec, "profile": Profile, "calibration": Calibration,
+}  # fmt: skip
 
 
 class _ConfigDocument(Document):
@@ -36,6 +39,7 @@ class Inputs:
     cluster: ClusterSpec
     workload: TrainingSpec
     profile: Profile | None
+    calibration: Calibration | None = None
 
 
 class InputReader:
@@ -123,13 +127,14 @@ class InputReader:
 
     def load(self, rows: dict[str, StoredDocument]) -> Inputs:
         """Documents from their rows, the cluster resolved."""
-        profile = rows.get("profile")
+        profile, calibration = rows.get("profile"), rows.get("calibration")
         return Inputs(
             model=rows["model"],
             graph=self._graph(rows["model"].content_hash),
             cluster=self._engine.resolve(ClusterSpec.parse(rows["cluster"].document)),
             workload=TrainingSpec.parse(rows["workload"].document),
             profile=None if profile is None else Profile.parse(profile.document),
+            calibration=None if calibration is None else Calibration.parse(calibration.document),
         )
 
     def _graph(self, model_hash: str) -> ModelGraph | None:

@@ -232,7 +232,7 @@ def _search(jobs: Jobs, job: Job) -> None:
     inputs, options = jobs.reader.load_job(job), PlanOptions.model_validate(job.request["options"])
     answer = jobs.isolated(
         job, jobs.engine.plan, inputs.graph, inputs.cluster, inputs.workload, inputs.profile, options,
-        time_limit_s=options.time_limit_s + SEARCH_GRACE_S,
+        calibration=inputs.calibration, time_limit_s=options.time_limit_s + SEARCH_GRACE_S,
     )  # fmt: skip
     jobs.store.add_result(job.id, {"answer": full(answer)})
     jobs.finish(job.id, {"infeasible": "infeasible", "timed_out": "timed_out"}.get(answer.status, "succeeded"))
@@ -259,7 +259,7 @@ def _predict(jobs: Jobs, job: Job) -> None:
     inputs, plan = jobs.reader.load_job(job), Plan.parse(job.request["plan"])
     if inputs.graph is None:
         raise ExecutionFailed("the model of this plan has no captured graph")
-    prediction = jobs.engine.estimate(inputs.graph, inputs.cluster, inputs.workload, plan, inputs.profile)
+    prediction = jobs.engine.estimate(inputs.graph, inputs.cluster, inputs.workload, plan, inputs.profile, inputs.calibration)
     jobs.store.add_result(job.id, {"prediction": full(prediction)})
 
 

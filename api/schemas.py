@@ -36,6 +36,7 @@ class PlanRequest(Spec):
     profile: Reference | None = Field(
         default=None, description="measured profile, or id of one; none = efficiency models of the device catalogue"
     )
+    calibration: Reference | None = Field(default=None, description="calibration of the cluster, or id of one")
     options: PlanOptions = PlanOptions()
 
 
@@ -46,8 +47,20 @@ class EstimateRequest(Spec):
     cluster: Reference
     workload: Reference
     profile: Reference | None = None
+    calibration: Reference | None = None
     plan: dict[str, Any] | None = None
     strategy: str | None = Field(default=None, min_length=1, max_length=2000)
+
+
+class CalibrationRequest(Spec):
+    """Measured runs of one model on one cluster, to refit the factors of its prices from."""
+
+    model: Reference
+    cluster: Reference
+    workload: Reference = Field(description="of the runs that do not hold their own")
+    profile: Reference | None = None
+    measurements: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=64)
+    plans: tuple[dict[str, Any], ...] = Field(default=(), max_length=64, description="plans that ran, where a run does not hold it")
 
 
 class ProfileRequest(Spec):

@@ -37,6 +37,7 @@ PLURALS = {
     "cluster": "clusters",
     "workload": "workloads",
     "profile": "profiles",
+    "calibration": "calibrations",
     "plan": "plans",
     "execution": "executions",
 }

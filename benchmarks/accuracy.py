@@ -17,34 +17,15 @@ from typing import Any
 
 from benchmarks.scatter import scatter_svg
 from planner.validate_runs.runs import Row, read_runs, rows_of
-from planner.validate_runs.scores import Judged, out_of_memory, summary
+from planner.validate_runs.scores import Judged, coverage, out_of_memory, summary
+from planner.validate_runs.sets import FIT_SOURCES, set_of, source_of
 from planner.validate_runs.validate import Validation, validate_rows
 from profiler.decoder_graph import decoder_graph
 
-# Beginnings of the names of the sources on which constants may be tuned. All others are the check.
-FIT_SOURCES = (
-    "MosaicML llm-foundry", "BigScience experiments (A100)", "Megatron-LM README (2021)", "PyTorch torchtitan",
-    "NVIDIA DeepLearningExamples BERT", "NVIDIA NeMo performance tables",
-)  # fmt: skip
 WORST_ROWS = 20
 
 # name, value, bounds, what it is and where the bounds come from
 TUNED_CONSTANTS: tuple[tuple[str, str, str, str], ...] = ()
-
-
-def set_of(judged: Judged) -> str:
-    """``fit`` or ``check``."""
-    return "fit" if source_of(judged).startswith(FIT_SOURCES) else "check"
-
-
-def source_of(judged: Judged) -> str:
-    """The source's name; one that ran on two systems counts as two sources."""
-    run = judged.row.run
-    if run.source == "BigScience experiments":
-        return f"{run.source} ({'A100' if 'a100' in run.gpu.lower() else 'V100'})"
-    if run.source == "Megatron-LM README":
-        return f"{run.source} ({run.year})"
-    return run.source
 
 
 def vtrain_rows(path: Path) -> list[Row]:
@@ -105,7 +86,7 @@ def parallelism_of(item: Judged) -> str:
 
 
 GROUPINGS: tuple[Grouping, ...] = (
-    ("source", source_of),
+    ("source", lambda item: source_of(item.row.run)),
     ("device", lambda item: item.row.run.gpu),
     ("devices", scale_of),
     ("parallelism", parallelism_of),
@@ -134,22 +115,24 @@ again from a copy of it.
 
 *Fit* sources are those on which constants of the simulator were allowed to be tuned, *check* sources were not looked at for that.
 Op times come from fits on public kernel measurements (`traces/efficiency`), never from these tables; what each training framework
-fuses and overlaps from its source (`traces/frameworks.json`)."""
+fuses and overlaps from its source (`traces/frameworks.json`). How often the measured step lies in the predicted 80 % interval
+stands in the last column of the summary; the interval's widths (`traces/intervals.json`) are fitted on the fit sources by
+`python -m benchmarks.intervals RUNS --write`."""
 
 
 def _row(name: str, found: dict[str, Any]) -> str:
-    return (
-        f"| {name} | {found['rows']} | "
-        + " | ".join(_percent(found[key]) for key in ("median_ape", "p90_ape", "mape", "bias"))
-        + " |"
-    )
+    cells = (_percent(found.get(key)) for key in ("median_ape", "p90_ape", "mape", "bias", "coverage"))
+    return f"| {name} | {found['rows']} | " + " | ".join(cells) + " |"
 
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-HEAD = ["| {} | rows | median | 90th percentile | mean | bias |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+HEAD = [
+    "| {} | rows | median | 90th percentile | mean | bias | in the 80 % interval |",
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+]
 
 
 def _head(name: str) -> list[str]:
@@ -157,7 +140,7 @@ def _head(name: str) -> list[str]:
 
 
 def _step(items: Sequence[Judged]) -> dict[str, Any]:
-    return summary([item.step_error for item in items if item.step_error is not None])
+    return {**summary([item.step_error for item in items if item.step_error is not None]), "coverage": coverage(items)}
 
 
 def _memory(items: Sequence[Judged]) -> dict[str, Any]:
@@ -167,7 +150,7 @@ def _memory(items: Sequence[Judged]) -> dict[str, Any]:
 def _summary_table(judged: Sequence[Judged], extra: Sequence[Judged]) -> list[str]:
     lines = _head("quantity, rows")
     for name in ("fit", "check"):
-        part = [item for item in judged if set_of(item) == name]
+        part = [item for item in judged if set_of(item.row.run) == name]
         lines += [_row(f"step time, {name} sources", _step(part)), _row(f"peak memory, {name} sources", _memory(part))]
     lines.append(_row("step time, all", _step(judged)))
     lines.append(_row("peak memory, all", _memory(judged)))
@@ -197,7 +180,7 @@ def _group_table(judged: Sequence[Judged], title: str, key: Callable[[Judged], s
     ]
     for name, items in sorted(groups.items()):
         step, memory = _step(items), _memory(items)
-        sets = "/".join(sorted({set_of(item) for item in items}, reverse=True))
+        sets = "/".join(sorted({set_of(item.row.run) for item in items}, reverse=True))
         lines.append(
             f"| {name} | {sets} | {step['rows']} | {_percent(step['median_ape'])} | {_percent(step['p90_ape'])} "
             f"| {_percent(step['mape'])} | {_percent(step['bias'])} | {memory['rows']} "
@@ -254,15 +237,18 @@ def main() -> None:
     image = options.output.parent / "images" / "accuracy.svg"
     image.parent.mkdir(parents=True, exist_ok=True)
     points = [
-        (item.row.measured.step_s, item.predicted.prediction.step_time_s, set_of(item))
+        (item.row.measured.step_s, item.predicted.prediction.step_time_s, set_of(item.row.run))
         for item in validation.judged
         if item.row.measured.step_s is not None
     ]
     image.write_text(scatter_svg(points))
     options.output.write_text(report(validation, extra, f"images/{image.name}"))
     for name in ("fit", "check"):
-        found = _step([item for item in validation.judged if set_of(item) == name])
-        print(f"{name}: {found['rows']} rows, median {_percent(found['median_ape'])}, p90 {_percent(found['p90_ape'])}")
+        found = _step([item for item in validation.judged if set_of(item.row.run) == name])
+        print(
+            f"{name}: {found['rows']} rows, median {_percent(found['median_ape'])}, p90 {_percent(found['p90_ape'])}, "
+            f"80 % interval holds {_percent(found['coverage'])}"
+        )
     if extra:
         print(f"vTrain: MAPE {_percent(_step(extra)['mape'])}")
 

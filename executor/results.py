@@ -24,6 +24,10 @@ def measurement_of(job: Job, results: Sequence[RankResult], profile: Profile | N
     tokens = job.plan.global_batch * job.plan.seq_len
     return Measurement(
         plan_hash=job.plan.content_hash(),
+        plan=job.plan,
+        model_hash=job.graph.content_hash(),
+        workload=job.workload,
+        cluster=profile.cluster if profile is not None else "",
         steps=job.steps,
         warmup_steps=job.warmup_steps,
         step_times_s=tuple(step_times),

@@ -17,7 +17,6 @@ from planner.strategy_text import recompute_text
 from simulator.cost_model import CostModel
 from specs.answer import BrokenLimit
 from specs.cluster import ClusterSpec
-from specs.graph import ModelGraph
 from specs.training import TrainingSpec
 from specs.units import format_bytes, format_seconds
 
@@ -77,7 +76,7 @@ def _memory(candidates: Candidates, fixed: Mapping[str, Any]) -> BrokenLimit:
         f"{format_bytes(needed)} of {format_bytes(missed.budget_bytes)} usable (margin and process baseline taken off), "
         f"{format_bytes(missed.missing_bytes)} too much, at zero {strategy.zero} and recompute {label}"
     )
-    relaxations = list(_relaxations(model.graph, model.cluster, model.workload, fixed, missed))
+    relaxations = list(_relaxations(model, fixed, missed))
     return BrokenLimit(
         limit="memory", message=message, needed=needed, available=missed.budget_bytes, unit="bytes", relaxations=tuple(relaxations)
     )
@@ -95,43 +94,41 @@ def _closest(candidates: Candidates) -> tuple[int, DoesNotFit]:
     return best, misses[best]
 
 
-def _relaxations(
-    graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, fixed: Mapping[str, Any], missed: DoesNotFit
-) -> Iterator[str]:
+def _relaxations(model: CostModel, fixed: Mapping[str, Any], missed: DoesNotFit) -> Iterator[str]:
     """Ways around, those that change least first."""
+    cluster, workload = model.cluster, model.workload
     for name in fixed:
-        if name != "op_classes" and _fits(graph, cluster, workload, {key: value for key, value in fixed.items() if key != name}):
+        if name != "op_classes" and _fits(model, cluster, workload, {key: value for key, value in fixed.items() if key != name}):
             yield f"leave '{name}' to the search"
     if workload.limits.max_devices is not None:
         freed = workload.replace(limits=workload.limits.replace(max_devices=None))
-        if _fits(graph, cluster, freed, fixed):
+        if _fits(model, cluster, freed, fixed):
             yield f"allow all {cluster.num_devices} devices"
-    if workload.micro_batches and _fits(graph, cluster, workload.replace(micro_batches=()), fixed):
+    if workload.micro_batches and _fits(model, cluster, workload.replace(micro_batches=()), fixed):
         yield "allow smaller micro-batches"
-    nodes = _nodes_needed(graph, cluster, workload, fixed)
+    nodes = _nodes_needed(model, fixed)
     if nodes is not None:
         times, devices = nodes
         yield f"at least {devices} devices of this kind ({times} x the nodes)" if times > 1 else f"{devices} devices"
     yield f"devices with {format_bytes(missed.missing_bytes)} more memory each"
     if workload.seq_len is not None and workload.seq_len >= 256:
         half = workload.replace(seq_len=workload.seq_len // 2)
-        if _fits(graph, cluster, half, fixed):
+        if _fits(model, cluster, half, fixed):
             yield f"sequences of {workload.seq_len // 2}"
     if workload.precision.master_dtype is not None:
         lean = workload.precision.replace(master_dtype=None)
-        if _fits(graph, cluster, workload.replace(precision=lean), fixed):
+        if _fits(model, cluster, workload.replace(precision=lean), fixed):
             yield "no fp32 master weights (precision bf16_pure)"
 
 
-def _nodes_needed(
-    graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, fixed: Mapping[str, Any]
-) -> tuple[int, int] | None:
+def _nodes_needed(model: CostModel, fixed: Mapping[str, Any]) -> tuple[int, int] | None:
     """The smallest multiple of the nodes that fits (doubling, then halving the gap), and its devices."""
+    cluster, workload = model.cluster, model.workload
     if workload.limits.max_devices is not None or fixed.get("dp") is not None:
         return None
 
     def enough(times: int) -> bool:
-        return _fits(graph, _multiplied(cluster, times), workload, fixed)
+        return _fits(model, _multiplied(cluster, times), workload, fixed)
 
     high = 2
     while high <= MOST_TIMES and not enough(high):
@@ -150,16 +147,16 @@ def _multiplied(cluster: ClusterSpec, times: int) -> ClusterSpec:
     return cluster.model_copy(update={"nodes": groups})
 
 
-def _fits(graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, fixed: Mapping[str, Any]) -> bool:
+def _fits(model: CostModel, cluster: ClusterSpec, workload: TrainingSpec, fixed: Mapping[str, Any]) -> bool:
     """Whether some strategy on all devices of the cluster fits their memory."""
     pool = whole_cluster(cluster)
     limit = workload.limits.max_devices
     if limit is not None:
         pool = Pool(pool.places[:limit], pool.label)
-    space = enumerate_space(graph, workload, [pool], fixed)
+    space = enumerate_space(model.graph, workload, [pool], fixed)
     if not len(space.rows):
         return False
-    prices = Prices(CostModel(graph, cluster, workload))
+    prices = Prices(CostModel(model.graph, cluster, workload, model.profile, factors=model.factors))
     bounds = compute_bounds(prices, space)
     refiner = Refiner(prices)
     rows = np.flatnonzero(bounds.fits)

@@ -82,4 +82,4 @@ def budget_bytes(model: CostModel, group: int, device: str) -> float:
     baseline = 0.0 if model.device(device).kind == "cpu_process" else GPU_BASELINE_BYTES
     if profile is not None and profile.baseline_bytes is not None:
         baseline = profile.baseline_bytes
-    return (capacity_bytes(model, group, device) - baseline) / (1 + model.workload.limits.memory_margin_fraction)
+    return (capacity_bytes(model, group, device) - baseline) / model.reserve_factor

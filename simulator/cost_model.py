@@ -13,6 +13,7 @@ from profiler.opset import Kernels
 from profiler.placement import place_block
 from simulator.efficiency import optimizer_time_s
 from simulator.exchange import WHOLE, Split, expert_params, with_local_experts
+from simulator.factors import UNCALIBRATED, Factors
 from simulator.network import GroupShape, Network
 from simulator.pricing import OpPricer
 from simulator.software import NATIVE, Software
@@ -51,9 +52,11 @@ class CostModel:
         profile: Profile | None = None,
         *,
         software: Software = NATIVE,
+        factors: Factors = UNCALIBRATED,
     ) -> None:
         self.graph, self.cluster, self.workload, self.profile, self.software = graph, cluster, workload, profile, software
-        self.network = Network(cluster, profile)
+        self.factors = factors
+        self.network = Network(cluster, profile, factors)
         self.seq = workload.max_seq_len
         self.precision = workload.precision
         self.unit_blocks: list[str] = [segment.block for segment, _ in graph.units()]
@@ -79,7 +82,12 @@ class CostModel:
                 softmax_passes=4 if self.software.fused_attention_softmax else 8, dropout=self.software.dropout,
             )  # fmt: skip
             self._pricers[device] = OpPricer(
-                self.device(device), self.precision.compute_dtype, self._device_profile(device), kernels, self.software
+                self.device(device),
+                self.precision.compute_dtype,
+                self._device_profile(device),
+                kernels,
+                self.software,
+                self.factors,
             )
         return self._pricers[device]
 
@@ -135,24 +143,24 @@ class CostModel:
         """Seconds of one optimizer step on ``num_params`` local parameters."""
         if num_params <= 0:
             return 0.0
-        measured = self._device_profile(device)
+        measured, factor = self._device_profile(device), self.factors.optimizer
         records = [item for item in measured.optimizers if item.name == self.workload.optimizer.name] if measured else []
         if records:
-            return curve(records[0].num_params, [timing.median_s for timing in records[0].times])(num_params)[0]
+            return factor * curve(records[0].num_params, [timing.median_s for timing in records[0].times])(num_params)[0]
         weight, grad, states = self.state_bytes_per_param
         traffic = 2 * states + 2 * weight + grad  # states and weight read and written, gradient read
-        return optimizer_time_s(num_params, traffic, self.device(device))
+        return factor * optimizer_time_s(num_params, traffic, self.device(device))
 
     def copy_s(self, device: str, num_bytes: float, *, fresh: bool = False) -> float:
         """Seconds to copy ``num_bytes`` within device memory (read and write); ``fresh``: into memory allocated for it."""
         if num_bytes <= 0:
             return 0.0
-        measured = self._device_profile(device)
+        measured, factor = self._device_profile(device), self.factors.memory_bound
         records = {item.direction: item for item in measured.copies} if measured else {}
         record = records.get("local_fresh" if fresh else "local") or records.get("local")
         if record is not None:
-            return curve(record.sizes_bytes, [timing.median_s for timing in record.times])(num_bytes)[0]
-        return 2 * num_bytes / (0.8 * self.device(device).memory_bandwidth_bytes_per_s)
+            return factor * curve(record.sizes_bytes, [timing.median_s for timing in record.times])(num_bytes)[0]
+        return factor * 2 * num_bytes / (0.8 * self.device(device).memory_bandwidth_bytes_per_s)
 
     def skew_wait_s(self, device: str, work_s: float, group_size: int, rounds: int = 1) -> float:
         """Seconds that a rank waits, on average, for the slowest of its group at each of ``rounds`` synchronisations that split
@@ -169,7 +177,14 @@ class CostModel:
         """Seconds to add a gradient of ``num_elements`` into an accumulated one."""
         table = self.pricer(device).table
         found = table.grad_add(round(num_elements), self.precision.grad_dtype) if table is not None and num_elements >= 1 else None
-        return found[0] if found is not None else self.copy_s(device, 1.5 * num_elements * self.state_bytes_per_param[1])
+        if found is not None:
+            return self.factors.memory_bound * found[0]
+        return self.copy_s(device, 1.5 * num_elements * self.state_bytes_per_param[1])
+
+    @property
+    def reserve_factor(self) -> float:
+        """Memory that the allocator needs over the peak of the job's tensors: the workload's margin and the calibrated share."""
+        return self.factors.memory * (1 + self.workload.limits.memory_margin_fraction)
 
     def _device_profile(self, device: str) -> DeviceProfile | None:
         return self.profile.device(device) if self.profile is not None else None

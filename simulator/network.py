@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from profiler.interpolate import CollectiveTable, curve
+from simulator.factors import UNCALIBRATED, Factors
 from simulator.nccl import line_rate_share, ring_s
 from specs.base import Provenance
 from specs.cluster import ClusterSpec, DevicePlace, Link, NodeGroup, PairLink
@@ -64,8 +65,8 @@ class Priced:
 class Network:
     """Prices collectives of a resolved cluster."""
 
-    def __init__(self, cluster: ClusterSpec, profile: Profile | None = None) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: ClusterSpec, profile: Profile | None = None, factors: Factors = UNCALIBRATED) -> None:
+        self.cluster, self.factors = cluster, factors
         self.places: list[DevicePlace] = cluster.device_table()
         self.table = CollectiveTable(profile) if profile is not None and profile.collectives else None
         self._pairs = {frozenset((link.node_a, link.node_b)): link for link in cluster.pair_links}
@@ -107,7 +108,8 @@ class Network:
             return Priced(0.0, Provenance.MEASURED)
         key = (op, size_bytes, shape)
         if key not in self._cache:
-            self._cache[key] = self._price(op, size_bytes, shape)
+            found = self._price(op, size_bytes, shape)
+            self._cache[key] = Priced(found.seconds * self.factors.of_link(shape.tier), found.source)
         return self._cache[key]
 
     def p2p(self, size_bytes: float, source: int, target: int) -> Priced:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from simulator.cost_model import CostModel
-from simulator.efficiency import defaults, peak_flop_per_s
+from simulator.efficiency import peak_flop_per_s
+from simulator.interval import exposures, interval
 from simulator.memory import MemoryPeak, MemoryRules, RankMemory
 from simulator.runtime_rules import memory_rules_for
 from simulator.step import RankStep, StepResult, StepSimulation
@@ -58,13 +59,15 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
         for name in TIME_TERMS
     }
     shares = _shares(result.ranks)
-    spread = _relative_spread(shares.values())
+    hangs_on = exposures(model, plan, result.ranks)
+    low, high = interval(step, hangs_on)
     flop = model.graph.flop(batch=1, seq=model.seq) * plan.global_batch
     return Prediction(
         plan_hash=plan.content_hash(),
         step_time_s=step,
-        step_time_low_s=step * (1 - spread),
-        step_time_high_s=step * (1 + spread),
+        step_time_low_s=low,
+        step_time_high_s=high,
+        exposures=hangs_on,
         tokens_per_s=plan.global_batch * plan.seq_len / step,
         mfu=flop / (step * _peak(model, ranks)),
         mfu_convention=MFU_CONVENTION,
@@ -103,13 +106,13 @@ def _rank_prediction(model: CostModel, plan: Plan, rank: RankStep) -> RankPredic
 
 def _memory(model: CostModel, plan: Plan, rank: RankStep, peak: MemoryPeak) -> MemoryPrediction:
     first = next(iter(rank.stages.values()))
-    margin = model.workload.limits.memory_margin_fraction
     baseline = _baseline_bytes(model, first.device)
-    terms = {name: size for name, size in peak.terms.items() if size > 0}
+    held = (model.factors.memory - 1) * peak.bytes
+    terms = {name: size for name, size in {**peak.terms, "margin": peak.terms.get("margin", 0.0) + held}.items() if size > 0}
     return MemoryPrediction(
-        peak_bytes=peak.bytes,
+        peak_bytes=peak.bytes + held,
         capacity_bytes=min(usable_bytes(model, device) for device in first.stage.devices),
-        reserved_bytes=peak.bytes * (1 + margin) + baseline,
+        reserved_bytes=peak.bytes * model.reserve_factor + baseline,
         baseline_bytes=baseline,
         terms=terms,
         peak_moment=f"stage {min(rank.stages)}: {peak.moment}",
@@ -161,13 +164,6 @@ def _shares(ranks: Iterable[RankStep]) -> dict[Provenance, SourceShare]:
                 for source, share in unit.by_source.items():
                     found.setdefault(source, SourceShare()).add(share)
     return found
-
-
-def _relative_spread(shares: Iterable[SourceShare]) -> float:
-    """Half width of the interval: expected absolute errors of the ops, as if all erred the same way, over their seconds."""
-    listed = list(shares)
-    total = sum(item.seconds for item in listed)
-    return sum(item.error_s for item in listed) / total if total > 0 else float(defaults()["interval"]["assumed"])
 
 
 def _peak(model: CostModel, ranks: Iterable[RankPrediction]) -> float:
@@ -223,7 +219,7 @@ def _schedule_assumptions(model: CostModel, plan: Plan, ranks: list[RankStep]) -
 
 
 def _assumptions(model: CostModel, ranks: list[RankStep]) -> list[Assumption]:
-    found: list[Assumption] = []
+    found = model.factors.assumptions()
     devices = sorted({cost.device for rank in ranks for cost in rank.stages.values()})
     for name in devices:
         if model.pricer(name).table is None:

@@ -13,6 +13,7 @@ from profiler.opset import DEFAULT_KERNELS, Call, Kernel, Kernels, OpClass, OpRu
 from profiler.placed import LocalOp, numeric_tensor
 from profiler.shapes import record_key
 from simulator.efficiency import defaults, kernel_time_s, relative_error, source_of
+from simulator.factors import UNCALIBRATED, Factors
 from simulator.software import NATIVE, Software, attention_slowdown
 from specs.base import Provenance
 from specs.cluster import DeviceType
@@ -74,14 +75,16 @@ class OpPricer:
         profile: DeviceProfile | None = None,
         kernels: Kernels = DEFAULT_KERNELS,
         software: Software = NATIVE,
+        factors: Factors = UNCALIBRATED,
     ) -> None:
-        self.kernels, self.software = kernels, software
+        self.kernels, self.software, self.factors = kernels, software, factors
         self.device = device
         self.compute_dtype = compute_dtype
         self.profile = profile
         self.table = OpTable(profile) if profile is not None else None
         launch = profile.launch_s if profile is not None and profile.launch_s is not None else software.launch_s
-        self.launch_s = launch if launch is not None else (0.0 if device.kind == "cpu_process" else float(defaults()["launch_s"]))
+        default_s = 0.0 if device.kind == "cpu_process" else float(defaults()["launch_s"])
+        self.launch_s = factors.host * (launch if launch is not None else default_s)
         self.context = {item.block: item for item in profile.context_factors} if profile is not None else {}
 
     def price(self, op: LocalOp, batch: int, seq: int, block: str = "", *, matmul_dtype: str | None = None, cp: int = 1) -> OpPrice:
@@ -126,7 +129,7 @@ class OpPricer:
         seconds = kernel_time_s(kernel, self.device, dtype or self.compute_dtype)
         if kernel.op_class == OpClass.ATTENTION:
             seconds *= attention_slowdown(self.software.attention_generation, self.device.arch, backward=kernel.backward)
-        return seconds
+        return seconds * self.factors.of_op(kernel.op_class)
 
     def kernel_error(self, kernel: Kernel, dtype: str | None = None) -> float:
         """Expected relative error of :meth:`kernel_s` on unseen data."""
@@ -150,6 +153,7 @@ class OpPricer:
         factor = self.context.get(block) or self.context.get("")
         if factor is not None:
             forward_s, backward_s = forward_s * factor.forward, backward_s * factor.backward
+        forward_s, backward_s = (seconds * self.factors.of_op(op.op_class) for seconds in (forward_s, backward_s))
         saved_inputs, saved_outputs, extra = rule.saved_inputs, rule.saved_outputs, float(rule.saved_extra_bytes)
         forward_workspace, backward_workspace = 0.0, float(rule.backward_workspace_bytes)
         if record is not None:

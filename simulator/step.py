@@ -342,7 +342,7 @@ class _PipelineTasks:
         self._compute(rank, {"optimizer": seconds}, list(self.reductions[rank.rank]), "optimizer", "dp_comm")
         if not self.software.overlap_param_gather:
             self._gather_at_end(rank)
-        overhead_s = self.rules.step_overhead_s + self.software.step_host_s
+        overhead_s = self.model.factors.host * (self.rules.step_overhead_s + self.software.step_host_s)
         if overhead_s:
             self._compute(rank, {"other": overhead_s}, [], "between steps", "other")
 

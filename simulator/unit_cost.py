@@ -19,17 +19,20 @@ from specs.plan import RecomputeMode
 
 @dataclass(slots=True)
 class SourceShare:
-    """What rests on one kind of number: seconds forward and backward, their expected absolute error, and how many ops."""
+    """What rests on one kind of number: seconds forward and backward, their expected absolute error (its squares by op summed up),
+    and how many ops."""
 
     seconds: float = 0.0
     error_s: float = 0.0
     num_ops: int = 0
+    error_squares: float = 0.0
 
     def add(self, other: SourceShare) -> None:
         """Count another share in."""
         self.seconds += other.seconds
         self.error_s += other.error_s
         self.num_ops += other.num_ops
+        self.error_squares += other.error_squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,8 @@ def _by_source(prices: Sequence[OpPrice]) -> dict[Provenance, SourceShare]:
     found: dict[Provenance, SourceShare] = {}
     for price in prices:
         if price.seconds > 0:  # views, and ops that a fusion took in, cost nothing
-            share = SourceShare(price.seconds, price.seconds * price.relative_error, 1)
+            error_s = price.seconds * price.relative_error
+            share = SourceShare(price.seconds, error_s, 1, error_s**2)
             found.setdefault(price.source, SourceShare()).add(share)
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from specs.answer import PlanAnswer
 from specs.base import Document
+from specs.calibration import Calibration
 from specs.catalogue import Catalogue
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
@@ -24,7 +25,8 @@ from specs.training import TrainingSpec
 from specs.units import HUMAN_SUFFIXES, human_names
 
 DOCUMENTS: tuple[type[Document], ...] = (
-    ModelGraph, ClusterSpec, TrainingSpec, Profile, Plan, Prediction, PlanAnswer, Measurement, Comparison, Catalogue,
+    ModelGraph, ClusterSpec, TrainingSpec, Profile, Plan, Prediction, PlanAnswer, Measurement, Comparison, Calibration,
+    Catalogue,
 )  # fmt: skip
 DIRECTORY = Path(__file__).parent / "schema"
 UNIT_NAMES = {

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from specs.base import Document, Spec
+from specs.plan import Plan
+from specs.training import TrainingSpec
 
 
 class RankMeasurement(Spec):
@@ -27,6 +29,10 @@ class Measurement(Document):
 
     kind: ClassVar[str] = "measurement"
     plan_hash: str = ""
+    plan: Plan | None = Field(default=None, description="what ran")
+    model_hash: str = Field(default="", description="content hash of the op graph that ran")
+    workload: TrainingSpec | None = None
+    cluster: str = Field(default="", description="name of the cluster, where known")
     status: str = Field(default="succeeded", description="succeeded | failed")
     error: str | None = None
     steps: int = 0

@@ -60,6 +60,7 @@ class Prediction(Document):
     step_time_s: float
     step_time_low_s: float
     step_time_high_s: float
+    exposures: dict[str, float] = Field(default={}, description="what the 80 % interval is made of, see simulator.interval")
     tokens_per_s: float
     mfu: float | None = None
     mfu_convention: str = ""

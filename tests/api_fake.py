@@ -19,6 +19,7 @@ from api.engine import Engine
 from api.schemas import PlanOptions
 from api.settings import Settings
 from specs.answer import BrokenLimit, PlanAnswer
+from specs.calibration import Calibration
 from specs.cluster import ClusterSpec
 from specs.errors import Violation
 from specs.expr import Expr
@@ -100,7 +101,7 @@ class FakeEngine(Engine):
 
     def plan(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None,
-        options: PlanOptions, progress: ProgressSink = ignore,
+        options: PlanOptions, progress: ProgressSink = ignore, calibration: Calibration | None = None,
     ) -> PlanAnswer:  # fmt: skip
         _work(workload, progress)
         if workload.name == "infeasible":
@@ -116,7 +117,13 @@ class FakeEngine(Engine):
         return []
 
     def estimate(
-        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
+        self,
+        graph: ModelGraph,
+        cluster: ClusterSpec,
+        workload: TrainingSpec,
+        plan: Plan,
+        profile: Profile | None,
+        calibration: Calibration | None = None,
     ) -> Prediction:
         return Prediction(
             step_time_s=0.3, step_time_low_s=0.2, step_time_high_s=0.4, tokens_per_s=400.0,
@@ -125,7 +132,13 @@ class FakeEngine(Engine):
         )  # fmt: skip
 
     def trace(
-        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None
+        self,
+        graph: ModelGraph,
+        cluster: ClusterSpec,
+        workload: TrainingSpec,
+        plan: Plan,
+        profile: Profile | None,
+        calibration: Calibration | None = None,
     ) -> dict[str, Any]:
         return {"traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 5.0, "name": "0F0", "cat": "forward"}]}
 

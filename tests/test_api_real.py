@@ -56,6 +56,30 @@ def test_an_estimate_of_the_plan_agrees_with_the_plan(client: TestClient, plan: 
     assert response.json()["fits"] is True
 
 
+def test_a_calibration_from_a_measured_run_changes_estimates(client: TestClient, plan: dict[str, Any]) -> None:
+    ids = {kind: plan["request"][kind] for kind in ("model", "cluster", "workload")}
+    answer = plan["answer"]
+    predicted = answer["prediction"]
+    run = {
+        "plan_hash": predicted["plan_hash"], "plan": answer["plan"], "step_time_s": 1.3 * predicted["step_time_s"],
+        "waterfall": {name: 1.3 * seconds for name, seconds in predicted["waterfall"].items()},
+    }  # fmt: skip
+    response = client.post("/v1/calibrations", json={**ids, "measurements": [run]})
+    assert response.status_code == 201, response.text
+    assert client.post("/v1/calibrations", json={**ids, "measurements": [run]}).status_code == 200  # the same content
+    found = client.get(response.headers["Location"]).json()["document"]
+    assert found["num_runs"] == 1
+    body = {**ids, "plan": answer["plan"], "calibration": response.json()["id"]}
+    calibrated = client.post("/v1/estimates", json=body).json()["prediction"]
+    assert predicted["step_time_s"] < calibrated["step_time_s"] < 1.3 * predicted["step_time_s"]
+    inline = client.post("/v1/estimates", json={**body, "calibration": found}).json()["prediction"]
+    assert inline == calibrated
+    bad = client.post("/v1/calibrations", json={**ids, "measurements": [{**run, "status": "failed"}, {**run, "model_hash": "x"}]})
+    assert bad.status_code == 422
+    assert client.post("/v1/calibrations", json={**ids, "measurements": []}).status_code == 422
+    assert client.post("/v1/estimates", json={**body, "calibration": "calibration-none"}).status_code == 422
+
+
 def test_trace_and_report(client: TestClient, plan: dict[str, Any]) -> None:
     events = client.get(plan["links"]["trace"]).json()["traceEvents"]
     assert any(event["ph"] == "X" and event["dur"] > 0 for event in events)

@@ -47,7 +47,7 @@ def ddp_run() -> tuple[Measurement, list[Progress]]:
     events: list[Progress] = []
     graph = graph_of("llama")
     timing = Timing(median_s=0.045, p10_s=0.045, p90_s=0.045, samples=5)
-    profile = Profile(devices=(DeviceProfile(device="cpu", probe_s=timing),))
+    profile = Profile(cluster="two workers", devices=(DeviceProfile(device="cpu", probe_s=timing),))
     plan = make_plan(graph, **DDP).replace(model_hash="0" * 64)
     measurement = run_plan(
         plan, graph, workload_for(GLOBAL_BATCH), steps=3, warmup_steps=2, profile=profile, progress=events.append
@@ -64,6 +64,16 @@ def test_terms_of_each_rank_sum_to_its_steps(ddp_run: tuple[Measurement, list[Pr
     assert measurement.step_time_s == pytest.approx(sum(measurement.waterfall.values()), rel=0.5)
     assert measurement.waterfall["dp_comm"] > 0
     assert measurement.waterfall["pipeline"] == measurement.waterfall["tp_comm"] == 0
+
+
+def test_a_measurement_says_what_ran(ddp_run: tuple[Measurement, list[Progress]]) -> None:
+    measurement, _ = ddp_run
+    assert measurement.plan is not None
+    assert measurement.plan.content_hash() == measurement.plan_hash
+    assert measurement.model_hash == graph_of("llama").content_hash()
+    assert measurement.workload == workload_for(GLOBAL_BATCH)
+    assert Measurement.parse(json.loads(measurement.to_json())) == measurement
+    assert measurement.cluster == "two workers"
 
 
 def test_losses_are_those_of_one_process(ddp_run: tuple[Measurement, list[Progress]]) -> None:

@@ -16,6 +16,7 @@ from planner.space import Space, enumerate_space
 from planner.stage_memory import RangePeaks, stage_peaks, unit_memory
 from planner.time_bounds import whole_unit_bottleneck
 from simulator.cost_model import CostModel
+from simulator.factors import UNCALIBRATED, Factors
 from simulator.memory import RankMemory
 from simulator.predict import fits, predict
 from simulator.runtime_rules import memory_rules_for
@@ -67,9 +68,9 @@ def profile_with_skew() -> Profile:
 
 
 def bounded(
-    graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None = None
+    graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None = None, factors: Factors = UNCALIBRATED
 ) -> tuple[CostModel, Prices, Space, Bounds]:
-    model = CostModel(graph, cluster, workload, profile)
+    model = CostModel(graph, cluster, workload, profile, factors=factors)
     prices = Prices(model)
     space = enumerate_space(graph, workload, pools(cluster))
     return model, prices, space, compute_bounds(prices, space)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
 from api.engine import Engine
 from specs.base import Document, read_mapping
+from specs.calibration import Calibration
 from specs.cluster import ClusterSpec
 from specs.errors import InvalidInput, MeshwrightError
 from specs.graph import ModelGraph
@@ -25,6 +27,19 @@ ClusterOption = Annotated[
 ]
 WorkloadOption = Annotated[Path, typer.Option("--workload", help="Workload file (YAML, JSON, TOML).")]
 ProfileOption = Annotated[Path | None, typer.Option("--profile", help="Measured profile; none: efficiency models.")]
+CalibrationOption = Annotated[
+    Path | None, typer.Option("--calibration", help="Factors refitted from measured runs, as 'meshwright calibrate' writes them.")
+]
+
+
+class Documents(NamedTuple):
+    """What a question is about; ``cluster`` is resolved."""
+
+    graph: ModelGraph
+    cluster: ClusterSpec
+    workload: TrainingSpec
+    profile: Profile | None
+    calibration: Calibration | None
 
 
 class Given:
@@ -34,19 +49,24 @@ class Given:
         self._engine = engine
         self._violations: list[Any] = []
 
-    def read(
-        self, model: str, cluster: str, workload: Path, profile: Path | None
-    ) -> tuple[ModelGraph, ClusterSpec, TrainingSpec, Profile | None]:
-        """Graph, resolved cluster, workload and profile; the cheap documents first, capture last."""
-        spec = self._try(lambda: TrainingSpec.load(workload))
-        resolved = self._try(lambda: read_cluster(cluster, self._engine))
-        measured = None if profile is None else self._try(lambda: Profile.load(profile))
-        graph = self._try(lambda: self._engine.load_model(model))
-        if self._violations or graph is None or resolved is None or spec is None:
-            raise InvalidInput(self._violations, subject="command line")
-        return graph, resolved, spec, measured
+    def read(self, model: str, cluster: str, workload: Path, profile: Path | None, calibration: Path | None = None) -> Documents:
+        """The cheap documents first, capture last."""
+        spec = self.try_read(lambda: TrainingSpec.load(workload))
+        factors = None if calibration is None else self.try_read(lambda: Calibration.load(calibration))
+        graph, resolved, measured = self.read_site(model, cluster, profile)
+        return Documents(graph, resolved, spec, measured, factors)
 
-    def _try(self, load: Any) -> Any:
+    def read_site(self, model: str, cluster: str, profile: Path | None) -> tuple[ModelGraph, ClusterSpec, Profile | None]:
+        """Graph, resolved cluster and profile; raises with all that was wrong, earlier documents included."""
+        resolved = self.try_read(lambda: read_cluster(cluster, self._engine))
+        measured = None if profile is None else self.try_read(lambda: Profile.load(profile))
+        graph = self.try_read(lambda: self._engine.load_model(model))
+        if self._violations or graph is None or resolved is None:
+            raise InvalidInput(self._violations, subject="command line")
+        return graph, resolved, measured
+
+    def try_read(self, load: Callable[[], Any]) -> Any:
+        """What ``load`` gives, or None and its violations kept for later."""
         try:
             return load()
         except InvalidInput as error:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from api.cli.inputs import ClusterOption, Given, ModelOption, ProfileOption, WorkloadOption, read_plan, save_text
+from api.cli.inputs import (
+    CalibrationOption,
+    ClusterOption,
+    Documents,
+    Given,
+    ModelOption,
+    ProfileOption,
+    WorkloadOption,
+    read_plan,
+    save_text,
+)
 from api.cli.output import JsonOption, NoColorOption, output, progress_display
 from api.cli.show import show_answer, show_assumptions, show_graph, show_plan, show_prediction, table
 from api.documents import full
@@ -46,6 +56,7 @@ def plan(
     cluster: ClusterOption,
     workload: WorkloadOption,
     profile: ProfileOption = None,
+    calibration: CalibrationOption = None,
     time_limit_s: Annotated[float, typer.Option("--time-limit", min=0.1, help="Seconds to search.")] = 60.0,
     top: Annotated[int, typer.Option(min=1, max=50, help="Alternatives to list.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the solvers.")] = 0,
@@ -63,10 +74,10 @@ def plan(
     --workload examples/workloads/pretrain-8k.yaml -o plan.json
     """
     engine = Engine(allow_factory=True)
-    graph, resolved, spec, measured = Given(engine).read(model, cluster, workload, profile)
+    graph, resolved, spec, measured, factors = Given(engine).read(model, cluster, workload, profile, calibration)
     options = PlanOptions(time_limit_s=time_limit_s, top=top, seed=seed, strategy=strategy)
     with progress_display(_improvement) as sink:
-        answer = engine.plan(graph, resolved, spec, measured, options, progress=sink)
+        answer = engine.plan(graph, resolved, spec, measured, options, progress=sink, calibration=factors)
     if out is not None and answer.plan is not None:
         save_text(out, answer.plan.to_json(indent=1) + "\n")
     output.document(full(answer), lambda console: show_answer(console, answer, explain=explain))
@@ -83,8 +94,8 @@ def _improvement(event: Progress) -> str | None:
     return f"{text}  {event.data.get('strategy', '')}".rstrip()
 
 
-def _chosen(engine: Engine, plan_file: Path | None, strategy: str | None, given: tuple[Any, ...]) -> Plan:
-    graph, resolved, spec, _ = given
+def _chosen(engine: Engine, plan_file: Path | None, strategy: str | None, given: Documents) -> Plan:
+    graph, resolved, spec = given[:3]
     if (plan_file is None) == (strategy is None):
         raise InvalidInput.single(
             "plan_or_strategy",
@@ -108,6 +119,7 @@ def estimate(
     plan_file: PlanFileOption = None,
     strategy: StrategyOption = None,
     profile: ProfileOption = None,
+    calibration: CalibrationOption = None,
     out: OutputOption = None,
     as_json: JsonOption = False,
     no_color: NoColorOption = False,
@@ -118,9 +130,9 @@ def estimate(
     --workload examples/workloads/pretrain-8k.yaml --strategy "tp=8 dp=2 micro_batch=1 zero=1"
     """
     engine = Engine(allow_factory=True)
-    given = Given(engine).read(model, cluster, workload, profile)
+    given = Given(engine).read(model, cluster, workload, profile, calibration)
     chosen = _chosen(engine, plan_file, strategy, given)
-    prediction = engine.estimate(*given[:3], chosen, given[3])
+    prediction = engine.estimate(*given[:3], chosen, given.profile, given.calibration)
     result = {"plan": full(chosen), "prediction": full(prediction), "fits": fits(prediction)}
     if out is not None:
         save_text(out, json.dumps(result, indent=1) + "\n")
@@ -142,6 +154,7 @@ def simulate(
     plan_file: PlanFileOption = None,
     strategy: StrategyOption = None,
     profile: ProfileOption = None,
+    calibration: CalibrationOption = None,
     as_json: JsonOption = False,
     no_color: NoColorOption = False,
 ) -> None:
@@ -151,10 +164,10 @@ def simulate(
     --strategy "pp=2 micro_batch=1" --trace trace.json
     """
     engine = Engine(allow_factory=True)
-    given = Given(engine).read(model, cluster, workload, profile)
+    given = Given(engine).read(model, cluster, workload, profile, calibration)
     chosen = _chosen(engine, plan_file, strategy, given)
-    timeline = engine.trace(*given[:3], chosen, given[3])
-    prediction = engine.estimate(*given[:3], chosen, given[3])
+    timeline = engine.trace(*given[:3], chosen, given.profile, given.calibration)
+    prediction = engine.estimate(*given[:3], chosen, given.profile, given.calibration)
     save_text(trace, json.dumps(timeline))
 
     def show(console: Console) -> None:

@@ -48,7 +48,7 @@ def profile(
     Example: meshwright profile --model llama-demo --workload examples/workloads/demo.yaml --cluster local:2 -o profile.json
     """
     engine = Engine(allow_factory=True)
-    graph, resolved, spec, _ = Given(engine).read(model, cluster, workload, None)
+    graph, resolved, spec = Given(engine).read(model, cluster, workload, None)[:3]
     with progress_display() as sink:
         measured = engine.profile(graph, resolved, spec, strategies=strategy or (), quick=quick, progress=sink)
     if out is not None:

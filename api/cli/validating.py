@@ -16,6 +16,8 @@ from api.cli.show import table
 def validate(
     runs: Annotated[Path, typer.Argument(help="CSV of published runs, one a row.")],
     out: Annotated[Path | None, typer.Option("-o", "--output", help="Write each row's prediction and terms to this CSV.")] = None,
+    sources: Annotated[str, typer.Option("--sources", help="Only sources whose names begin so, separated by commas.")] = "",
+    which: Annotated[str, typer.Option("--set", help="fit: sources that constants were tuned on; check: all others; all.")] = "all",
     as_json: JsonOption = False,
     no_color: NoColorOption = False,
 ) -> None:
@@ -23,13 +25,15 @@ def validate(
 
     Predictions never look at a measured column. Rows that cannot be predicted are counted with their reason.
 
-    Example: meshwright validate runs.csv -o predictions.csv
+    Example: meshwright validate runs.csv --set check -o predictions.csv
     """
     from planner.validate_runs.runs import read_runs
+    from planner.validate_runs.sets import chosen_rows
     from planner.validate_runs.validate import predictions_csv, validate_rows
     from profiler.decoder_graph import decoder_graph
 
-    rows = read_runs(runs)
+    names = [name.strip() for name in sources.split(",") if name.strip()]
+    rows = chosen_rows(read_runs(runs), sources=names, which=which)
     with progress_display() as sink:
         validation = validate_rows(rows, decoder_graph, sink)
     if out is not None:
@@ -49,6 +53,9 @@ def _show(console: Console, document: dict[str, Any], out: Path | None) -> None:
         for name, group in groups.items():
             found.add_row(f"{title}: {name}", *_cells(group))
     console.print(found)
+    covered = document["step_time"]["coverage"]
+    if covered is not None:
+        console.print(f"the 80 % interval holds {_percent(covered)} of the measured step times")
     oom = document["oom"]
     console.print(
         f"out of memory: {oom['true_positive']} rightly, {oom['false_positive']} wrongly predicted; "

@@ -39,7 +39,8 @@ def plan_resource(job: Job) -> dict[str, Any]:
 def references(request: PlanRequest | EstimateRequest) -> dict[str, Any]:
     """The documents that a request names, by kind."""
     named = {"model": request.model, "cluster": request.cluster, "workload": request.workload}
-    return named if request.profile is None else {**named, "profile": request.profile}
+    given = {"profile": request.profile, "calibration": request.calibration}
+    return named | {kind: reference for kind, reference in given.items() if reference is not None}
 
 
 @plans.post(
@@ -111,7 +112,7 @@ def chosen_plan(service: Service, job: Job) -> Plan:
 def trace_of(service: Service, job: Job, plan: Plan) -> dict[str, Any]:
     """The predicted timeline of a plan of a job."""
     inputs, graph = service.inputs(service.reader.rows_of(job))
-    return service.engine.trace(graph, inputs.cluster, inputs.workload, plan, inputs.profile)
+    return service.engine.trace(graph, inputs.cluster, inputs.workload, plan, inputs.profile, inputs.calibration)
 
 
 @estimates.post(
@@ -144,5 +145,5 @@ def price(service: Service, rows: dict[str, StoredDocument], request: EstimateRe
             raise InvalidInput(violations, subject="plan")
     else:
         plan = service.engine.plan_of(request.strategy or "", graph, inputs.cluster, inputs.workload)
-    prediction = service.engine.estimate(graph, inputs.cluster, inputs.workload, plan, inputs.profile)
+    prediction = service.engine.estimate(graph, inputs.cluster, inputs.workload, plan, inputs.profile, inputs.calibration)
     return {"plan": full(plan), "prediction": full(prediction), "fits": fits(prediction)}

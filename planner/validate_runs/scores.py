@@ -3,6 +3,7 @@
 Errors are relative: predicted over measured minus one. ``bias`` is their median, ``median_ape``, ``p90_ape`` and ``mape`` are
 median, 90th percentile and mean of their magnitudes. Rows count by the quantities that their source printed. A source without a
 step time but with a throughput is judged by that; one that prints TFLOPS alone is not, for sources count FLOP differently.
+``coverage``: share of the rows whose measured step lies in the predicted 80 % interval.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ class Judged:
         return None
 
     @property
+    def inside_interval(self) -> bool | None:
+        """Whether the measured step lies in the predicted interval."""
+        error, prediction = self.step_error, self.predicted.prediction
+        if error is None:
+            return None
+        measured_s = prediction.step_time_s / (1 + error)
+        return prediction.step_time_low_s <= measured_s <= prediction.step_time_high_s
+
+    @property
     def memory_error(self) -> float | None:
         """Relative error of the peak memory as the source reads it."""
         measured = self.row.measured.peak_memory_bytes
@@ -56,10 +66,19 @@ def summary(errors: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
+def coverage(judged: Iterable[Judged]) -> float | None:
+    """Share of the judged steps inside the predicted interval."""
+    inside = [item.inside_interval for item in judged if item.inside_interval is not None]
+    return sum(inside) / len(inside) if inside else None
+
+
 def scores(judged: Sequence[Judged]) -> dict[str, Any]:
     """Step time, peak memory and out-of-memory verdicts."""
     return {
-        "step_time": summary([item.step_error for item in judged if item.step_error is not None]),
+        "step_time": {
+            **summary([item.step_error for item in judged if item.step_error is not None]),
+            "coverage": coverage(judged),
+        },
         "peak_memory": summary([item.memory_error for item in judged if item.memory_error is not None]),
         "oom": out_of_memory(judged),
     }
