@@ -15,7 +15,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from api import middleware, problems
 from api.engine import Engine
 from api.routes.documents import document_router, reading_router
-from api.routes.plans import estimates, plans
+from api.routes.plans import estimates, memory, plans
 from api.routes.runs import executions, executions_of_plans, profiles
 from api.service import Service, ServiceDep
 from api.settings import Settings
@@ -53,7 +53,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", "::1"])
     for kind in ("model", "cluster", "workload"):
         app.include_router(document_router(kind))
-    for router in (profiles, reading_router("profile"), plans, estimates, executions_of_plans, executions):
+    for router in (profiles, reading_router("profile"), plans, estimates, memory, executions_of_plans, executions):
         app.include_router(router)
     _add_health(app)
     return app

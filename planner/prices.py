@@ -171,7 +171,8 @@ class Prices:
             trainable = np.array([float(item.trainable) for item in params])
             weight, grad, _ = self.model.state_bytes_per_param
             sent = DTYPE_BYTES[self.model.precision.reduce_dtype]
-            self._sizes[tp] = UnitSizes(total, trainable, total * weight, trainable * grad, trainable * sent)
+            weights = trainable * weight + (total - trainable) * self.model.frozen_bytes_per_param
+            self._sizes[tp] = UnitSizes(total, trainable, weights, trainable * grad, trainable * sent)
         return self._sizes[tp]
 
     def shards(self, device: str, slowdown: float, site: Site) -> ShardPrices:

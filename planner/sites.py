@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from planner.layout import Pool
 from simulator.cost_model import CostModel
 from simulator.network import GroupShape
-from simulator.predict import GPU_BASELINE_BYTES
+from simulator.rank_memory import baseline_bytes
 from specs.cluster import DevicePlace
 
 
@@ -78,8 +78,6 @@ def capacity_bytes(model: CostModel, group: int, device: str) -> float:
 
 def budget_bytes(model: CostModel, group: int, device: str) -> float:
     """Peak that the job's own tensors may reach: capacity without the process baseline, less the allocator's margin."""
-    profile = model.pricer(device).profile
-    baseline = 0.0 if model.device(device).kind == "cpu_process" else GPU_BASELINE_BYTES
-    if profile is not None and profile.baseline_bytes is not None:
-        baseline = profile.baseline_bytes
-    return (capacity_bytes(model, group, device) - baseline) / (1 + model.workload.limits.memory_margin_fraction)
+    return (capacity_bytes(model, group, device) - baseline_bytes(model, device)) / (
+        1 + model.workload.limits.memory_margin_fraction
+    )

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from profiler.adapters import with_adapters
 from profiler.interpolate import curve
 from profiler.opset import Kernels
 from profiler.placement import place_block
@@ -52,12 +53,13 @@ class CostModel:
         *,
         software: Software = NATIVE,
     ) -> None:
-        self.graph, self.cluster, self.workload, self.profile, self.software = graph, cluster, workload, profile, software
+        self.graph = graph if workload.adapters is None else with_adapters(graph, workload.adapters.rank)
+        self.cluster, self.workload, self.profile, self.software = cluster, workload, profile, software
         self.network = Network(cluster, profile)
         self.seq = workload.max_seq_len
         self.precision = workload.precision
-        self.unit_blocks: list[str] = [segment.block for segment, _ in graph.units()]
-        self._blocks: dict[str, Block] = {block.name: block for block in graph.blocks}
+        self.unit_blocks: list[str] = [segment.block for segment, _ in self.graph.units()]
+        self._blocks: dict[str, Block] = {block.name: block for block in self.graph.blocks}
         self._pricers: dict[str, OpPricer] = {}
         self._units: dict[tuple[object, ...], UnitCost] = {}
         self._params: dict[tuple[str, int, int], UnitParams] = {}
@@ -123,11 +125,20 @@ class CostModel:
 
     @cached_property
     def state_bytes_per_param(self) -> tuple[float, float, float]:
-        """(weight, gradient, optimizer state with master weight) bytes of one trainable parameter, unsharded."""
+        """(weight, gradient with its accumulation buffer, optimizer state with master weight) bytes of one trainable parameter,
+        unsharded."""
         precision, optimizer = self.precision, self.workload.optimizer
         master = DTYPE_BYTES[precision.master_dtype] if precision.master_dtype is not None else 0.0
         states = optimizer.states_per_param * DTYPE_BYTES[optimizer.state_dtype] + master
-        return DTYPE_BYTES[precision.param_dtype], DTYPE_BYTES[precision.grad_dtype], states
+        grad = DTYPE_BYTES[precision.grad_dtype]
+        if precision.accumulate_dtype is not None:
+            grad += DTYPE_BYTES[precision.accumulate_dtype]
+        return DTYPE_BYTES[precision.param_dtype], grad, states
+
+    @property
+    def frozen_bytes_per_param(self) -> float:
+        """Bytes of the weight of a parameter that is not trained."""
+        return DTYPE_BYTES[self.precision.frozen_dtype or self.precision.param_dtype]
 
     def optimizer_s(self, device: str, num_params: float) -> float:
         """Seconds of one optimizer step on ``num_params`` local parameters."""

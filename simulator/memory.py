@@ -15,17 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from simulator.stage_cost import StageCost
+from simulator.unit_cost import UnitCost
 from specs.plan import CollectiveOptions
 from specs.schedule import Action
 
 
 @dataclass
 class MemoryPeak:
-    """The fullest moment of a rank."""
+    """The fullest moment of a rank. ``saved_by_class``: the activations by the class of the op that keeps them."""
 
     bytes: float = 0.0
     terms: dict[str, float] = field(default_factory=dict)
     moment: str = ""
+    saved_by_class: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class MemoryRules:
     buffer_bytes: float = 0.0
 
 
+@dataclass
+class _Held:
+    """How many times a unit's saved tensors are held."""
+
+    unit: UnitCost
+    count: int = 0
+
+
 class RankMemory:
     """Walks a row of actions; see the module docstring. ``stages``: stage number -> cost, of the stages on this rank."""
 
@@ -66,6 +76,8 @@ class RankMemory:
         self.outputs = 0.0
         self.grads = 0.0
         self._has_grad: set[tuple[int, int]] = set()
+        self._held: dict[int, _Held] = {}
+        self._held_at_peak: list[tuple[UnitCost, int]] = []
         self._static = self._static_terms()
 
     def run(self) -> MemoryPeak:
@@ -77,16 +89,25 @@ class RankMemory:
             elif action.kind in "BI":
                 self._backward(action)
         self._note("optimizer step", workspace=0.0, gathered=self._kept_gathered())
+        for unit, count in self._held_at_peak:
+            for name, size in unit.saved_by_class.items():
+                self.peak.saved_by_class[name] = self.peak.saved_by_class.get(name, 0.0) + count * size
         return self.peak
+
+    def _save(self, unit: UnitCost, count: int) -> None:
+        """A unit's saved tensors come (+1) or go (-1)."""
+        self.saved += count * unit.saved_bytes
+        held = self._held.setdefault(id(unit), _Held(unit))
+        held.count += count
 
     def _static_terms(self) -> dict[str, float]:
         terms = {"params": 0.0, "optimizer": 0.0, "grads": 0.0}
         for cost in self.stages.values():
             share = cost.state_share
             if cost.stage.zero == 0:
-                terms["params"] += cost.num_params * cost.weight_bytes
+                terms["params"] += cost.local_weight_bytes
             elif not cost.has_master or cost.stage.zero == 3:
-                terms["params"] += cost.num_params * cost.weight_bytes * share
+                terms["params"] += cost.local_weight_bytes * share
             terms["optimizer"] += cost.num_trainable * (cost.state_bytes + self.rules.extra_state_bytes) * share
             terms["grads"] += cost.num_trainable * self.rules.extra_grad_bytes
             if self._is_ddp(cost):
@@ -99,7 +120,7 @@ class RankMemory:
 
     def _kept_gathered(self) -> float:
         """Weights that stay gathered during the whole step (zero 1 and 2)."""
-        return sum(cost.num_params * cost.weight_bytes for cost in self.stages.values() if cost.stage.zero in (1, 2))
+        return sum(cost.local_weight_bytes for cost in self.stages.values() if cost.stage.zero in (1, 2))
 
     def _gathered(self, cost: StageCost, index: int, step: int) -> float:
         """Gathered weights while unit ``index`` runs; zero 3: its own and the prefetched (``step`` +1 forward, -1 backward)."""
@@ -118,7 +139,7 @@ class RankMemory:
             self._note(f"{action}", unit.saved_bytes + unit.forward_peak_bytes, self._gathered(cost, index, 1))
             if self._flat_weights(cost, index):
                 self._note(f"{action}", 0.0, self._gathered(cost, index, 1), self._flat_weights(cost, index))
-            self.saved += unit.saved_bytes
+            self._save(unit, 1)
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs += cost.units[-1].output_bytes
 
@@ -136,7 +157,7 @@ class RankMemory:
             if cost.stage.zero >= 2 and cost.shard_degree > 1:
                 flat = (1 + self.rules.flat_copies) * full
                 self._note(f"{action}", 0.0, self._gathered(cost, index, -1), flat)
-            self.saved -= unit.saved_bytes
+            self._save(unit, -1)
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs -= cost.units[-1].output_bytes
 
@@ -160,3 +181,4 @@ class RankMemory:
         self.curve.append((moment, total))
         if total > self.peak.bytes:
             self.peak = MemoryPeak(total, terms, moment)
+            self._held_at_peak = [(held.unit, held.count) for held in self._held.values()]

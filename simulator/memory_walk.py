@@ -94,6 +94,19 @@ class MemoryWalk:
             return sum(self.bytes_of(tensor) for tensor in self.placed.inputs)
         return self.all_saved_bytes()
 
+    def saved_by_class(self) -> dict[str, float]:
+        """The same by the class of the op that keeps it first; with full recompute all of it is the unit's input."""
+        if self.recompute.mode == RecomputeMode.FULL:
+            return {"unit input": self.saved_bytes()}
+        found: dict[str, float] = {}
+        seen: set[str] = set()
+        for index, op in enumerate(self.placed.ops):
+            own = sum(self.sizes[root] for root in self.kept_by_op[index] - seen) + self._extra(index)
+            seen |= self.kept_by_op[index]
+            if own:
+                found[op.op_class.value] = found.get(op.op_class.value, 0.0) + own
+        return found
+
     def forward_peak(self) -> float:
         """Most bytes held during forward beyond what is kept at its end (the unit's input not counted unless kept)."""
         keep_all = self.recompute.mode != RecomputeMode.FULL

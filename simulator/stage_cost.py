@@ -32,6 +32,7 @@ class StageCost:
     state_bytes: float
     has_master: bool
     reduce_bytes: float = 0.0
+    frozen_bytes: float = 0.0
     expert_shape: GroupShape | None = None
 
     @property
@@ -61,18 +62,18 @@ class StageCost:
         return sum(item.trainable * self.share(item) for item in self.params) / self.num_trainable
 
     @cached_property
-    def num_params(self) -> float:
-        """Local parameters before sharding over dp."""
-        return sum(item.total for item in self.params)
+    def num_trainable(self) -> float:
+        """Local trainable parameters before sharding over dp."""
+        return sum(item.trainable for item in self.params)
 
     @cached_property
-    def num_trainable(self) -> float:
-        """Trainable ones of them."""
-        return sum(item.trainable for item in self.params)
+    def local_weight_bytes(self) -> float:
+        """Bytes of all local parameters, gathered."""
+        return sum(self.unit_weight_bytes(index) for index in range(len(self.params)))
 
     def unit_weight_bytes(self, index: int) -> float:
         """Bytes of a unit's gathered parameters."""
-        return self.params[index].total * self.weight_bytes
+        return self.params[index].trainable * self.weight_bytes + self.params[index].frozen * self.frozen_bytes
 
     def unit_grad_bytes(self, index: int) -> float:
         """Bytes of a unit's full gradients."""
@@ -148,6 +149,7 @@ def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -
         dp_shape=model.network.shape(gradient_ranks(stage)), weight_bytes=weight, grad_bytes=grad, state_bytes=states,
         has_master=model.precision.master_dtype is not None, reduce_bytes=DTYPE_BYTES[model.precision.reduce_dtype],
         expert_shape=model.network.shape(gradient_ranks(stage)[:: stage.mesh.ep]) if stage.mesh.ep > 1 else None,
+        frozen_bytes=model.frozen_bytes_per_param,
     )  # fmt: skip
 
 

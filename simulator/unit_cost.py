@@ -38,7 +38,7 @@ class UnitCost:
 
     Seconds: compute forward, backward (recompute apart), and tensor-parallel collectives of each. Bytes: kept between
     forward and backward (``saved_bytes``, the unit's input included when something needs it); most held beyond that during forward
-    and during backward; size of the residual stream that enters and leaves. ``params``: (fqn, local elements, trainable).
+    and during backward; size of the residual stream that enters and leaves; what is kept, by the class of the op that keeps it.
     """
 
     forward_s: float
@@ -61,6 +61,7 @@ class UnitCost:
     exchange_bytes: float = 0.0
     by_source: dict[Provenance, SourceShare] = field(default_factory=dict)
     unknown_ops: tuple[str, ...] = ()
+    saved_by_class: dict[str, float] = field(default_factory=dict)
 
     @property
     def total_forward_s(self) -> float:
@@ -129,6 +130,7 @@ def unit_cost(
         exchange_bytes=exchanged.num_bytes,
         by_source=_by_source(prices),
         unknown_ops=tuple(sorted({price.target for price in prices if not price.known})),
+        saved_by_class=walk.saved_by_class(),
     )
 
 

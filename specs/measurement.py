@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from specs.base import Document, Spec
+from specs.prediction import FabricLink
 
 
 class RankMeasurement(Spec):
@@ -63,4 +64,5 @@ class Comparison(Document):
     peak_memory: Difference
     terms: dict[str, Difference]
     inside_interval: bool
+    fabric: tuple[FabricLink, ...] = Field(default=(), description="the links that the prediction rests on")
     notes: tuple[str, ...] = ()

@@ -100,6 +100,8 @@ def show_prediction(console: Console, prediction: Prediction) -> None:
         console.print(f"where op times come from: {parts}", style="dim", markup=False)
     if prediction.mfu is not None and prediction.mfu_convention:
         console.print(f"MFU: {prediction.mfu_convention}", style="dim", markup=False)
+    for link in prediction.fabric:
+        console.print(f"fabric: {link.text()}", style="dim", markup=False)
     for flag in prediction.flags:
         console.print(f"warning: {flag.replace('_', ' ')}", style="yellow", markup=False)
 
