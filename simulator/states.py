@@ -63,6 +63,8 @@ def zero_states(
     for kind in state_kinds(precision, optimizer):
         split = shards if zero >= SPLIT_FROM[kind.what] else 1
         source = f"{kind.source}; {'split' if split > 1 else 'whole'} at ZeRO {zero} ({ZERO_PAPER})"
+        if zero == 0 and kind.what == "gradients" and shards > 1:
+            source += "; DDP's buckets hold them, a second copy is there while micro-batches accumulate"
         terms.append(_term(kind, trainable, split, source))
         if kind.what == "weights" and frozen:
             dtype = precision.frozen_dtype or precision.param_dtype
