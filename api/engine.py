@@ -234,7 +234,7 @@ class Engine:
         from simulator.predict import simulate
         from simulator.trace import chrome_trace
 
-        model = CostModel(graph, cluster, workload, profile)
+        model = CostModel(graph, cluster, workload, profile).for_plan(plan)
         return chrome_trace(model, plan, simulate(model, plan))
 
     # executions ------------------------------------------------------------------------------------------------------

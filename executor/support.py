@@ -175,6 +175,8 @@ def workload_violations(plan: Plan, workload: TrainingSpec) -> list[Violation]:
         found.append(
             _workload("optimizer", f"optimizer state in {workload.optimizer.state_dtype}, weights that it updates are not")
         )
+    if plan.loss_kernel not in ("", "full"):
+        found.append(_violation("loss_kernel", f"the plan's loss kernel is '{plan.loss_kernel}'", "loss_kernel", allowed=["full"]))
     if workload.adapters is not None:
         found.append(_workload("adapters", "low-rank adapters beside a frozen model", allowed=[None]))
     if workload.loss_kernel != "full":

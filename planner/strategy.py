@@ -41,7 +41,10 @@ def plan_from_strategy(
         raise InvalidInput(violations, subject=f"strategy '{given.text()}'")
     complete = replace(given, dp=dp)
     if given.pp > 1 and given.split is None:
-        complete = _split(complete, pool, cost_model or CostModel(graph, cluster, workload), workload.global_batch)
+        used = workload if given.loss is None else workload.replace(loss_kernel=given.loss)
+        fitting = cost_model is not None and cost_model.workload.loss_kernel == used.loss_kernel
+        model = cost_model if cost_model is not None and fitting else CostModel(graph, cluster, used)
+        complete = _split(complete, pool, model, workload.global_batch)
     return Assembler(graph, cluster, workload).plan(complete, pool)
 
 

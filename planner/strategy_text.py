@@ -3,8 +3,8 @@
 ``pp=2 dp=4 tp=8 micro_batch=1 zero=1 sequence_parallel=true recompute=full schedule=1f1b split=41,41``
 
 Keys come in any order, separated by spaces or semicolons. ``recompute`` is ``none``, ``full`` or
-``selective:attention+norm`` (op classes of ``profiler.opset``); ``split`` names the units of each stage. What is not given has
-the default of :class:`Strategy`; ``dp`` then follows from the devices.
+``selective:attention+norm`` (op classes of ``profiler.opset``); ``split`` names the units of each stage, ``loss`` the loss kernel.
+What is not given has the default of :class:`Strategy`; ``dp`` then follows from the devices.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from planner.rules import recompute_classes
 from specs.errors import InvalidInput, Violation, nearest_name
 from specs.plan import RecomputeMode
 from specs.schedule import SCHEDULES
+from specs.training import LOSS_KERNELS
 
 ALIASES: dict[str, str] = {
     "mbs": "micro_batch", "micro_batch_size": "micro_batch", "zero_stage": "zero", "sp": "sequence_parallel",
     "ac": "recompute", "activation_checkpointing": "recompute", "recomputation": "recompute", "tensor_parallel": "tp",
     "pipeline_parallel": "pp", "data_parallel": "dp", "layer_split": "split",
+    "loss_kernel": "loss",
 }  # fmt: skip
 SUBJECT = "strategy"
 
@@ -31,7 +33,7 @@ class Strategy:
     """One strategy for all devices. ``dp`` None: all devices that pp x tp leave. ``split`` None: balanced by time and memory.
 
     ``micro_batch`` counts sequences per dp rank and pass. ``shard_group`` None: states shard over all of dp.
-    ``sequence_parallel`` has no effect at tp 1, ``schedule`` and ``split`` none at pp 1.
+    ``loss`` None: the workload's loss kernel. ``sequence_parallel`` has no effect at tp 1, ``schedule`` and ``split`` none at pp 1.
     """
 
     pp: int = 1
@@ -45,6 +47,7 @@ class Strategy:
     op_classes: tuple[str, ...] = ()
     schedule: str = "1f1b"
     split: tuple[int, ...] | None = None
+    loss: str | None = None
 
     def text(self) -> str:
         """The normalised short form; :func:`parse_strategy` reads it back."""
@@ -61,6 +64,8 @@ class Strategy:
             parts.append(f"schedule={self.schedule}")
             if self.split is not None:
                 parts.append("split=" + ",".join(str(count) for count in self.split))
+        if self.loss is not None:
+            parts.append(f"loss={self.loss}")
         return " ".join(parts)
 
 
@@ -173,6 +178,13 @@ class _Reader:
         else:
             self.values[name] = value.lower()
 
+    def loss(self, name: str, value: str) -> None:
+        if value.lower() not in LOSS_KERNELS:
+            known, near = list(LOSS_KERNELS), nearest_name(value, LOSS_KERNELS)
+            self._wrong("unknown_loss_kernel", name, f"loss kernel '{value}'", actual=value, allowed=known, nearest=near)
+        else:
+            self.values[name] = value.lower()
+
     def split(self, name: str, value: str) -> None:
         numbers = [_integer(item) for item in value.split(",")]
         if any(number is None for number in numbers):
@@ -193,5 +205,6 @@ _PARSERS: dict[str, Callable[[_Reader, str, str], None]] = {
     "pp": _Reader.positive, "dp": _Reader.positive, "tp": _Reader.positive, "cp": _Reader.only_one, "ep": _Reader.only_one,
     "micro_batch": _Reader.positive, "zero": _Reader.zero, "shard_group": _Reader.positive,
     "sequence_parallel": _Reader.boolean, "recompute": _Reader.recompute, "schedule": _Reader.schedule, "split": _Reader.split,
+    "loss": _Reader.loss,
 }  # fmt: skip
 FIELDS = tuple(item.name for item in fields(Strategy))

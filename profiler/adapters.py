@@ -12,10 +12,15 @@ from specs.graph import Block, ModelGraph, Op, ParamSpec, TensorSpec
 
 
 def with_adapters(graph: ModelGraph, rank: int) -> ModelGraph:
-    """The graph with adapters of ``rank`` on every linear layer of its repeated blocks, everything else frozen."""
+    """The graph with adapters of ``rank`` on every linear layer of its repeated blocks, everything else frozen.
+
+    A graph that has them already is returned as it is.
+    """
+    if graph.attributes.get("adapter_rank") == rank:
+        return graph
     repeated = {segment.block for segment in graph.segments if segment.count > 1}
     blocks = tuple(_adapted(block, rank) if block.name in repeated else _frozen(block) for block in graph.blocks)
-    return price_graph(graph.replace(blocks=blocks))
+    return price_graph(graph.replace(blocks=blocks, attributes={**graph.attributes, "adapter_rank": rank}))
 
 
 def _frozen(block: Block) -> Block:

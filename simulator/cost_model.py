@@ -20,6 +20,7 @@ from simulator.software import NATIVE, Software
 from simulator.unit_cost import RecomputeChoice, UnitCost, unit_cost
 from specs.cluster import ClusterSpec, DeviceType
 from specs.graph import DTYPE_BYTES, Block, ModelGraph
+from specs.plan import Plan
 from specs.profile import DeviceProfile, Profile
 from specs.training import TrainingSpec
 
@@ -63,6 +64,13 @@ class CostModel:
         self._pricers: dict[str, OpPricer] = {}
         self._units: dict[tuple[object, ...], UnitCost] = {}
         self._params: dict[tuple[str, int, int], UnitParams] = {}
+
+    def for_plan(self, plan: Plan) -> CostModel:
+        """These prices with the loss kernel that the plan names; itself where that is the workload's."""
+        if plan.loss_kernel in ("", self.workload.loss_kernel):
+            return self
+        workload = self.workload.replace(loss_kernel=plan.loss_kernel)
+        return CostModel(self.graph, self.cluster, workload, self.profile, software=self.software)
 
     @property
     def num_units(self) -> int:

@@ -65,6 +65,7 @@ def memory_report(
 
     ``micro_batch``: sequences of a pass where no plan says it. Units and loss are those of one device without tensor parallel.
     """
+    model = model if plan is None else model.for_plan(plan)
     cluster, workload = model.cluster, model.workload
     batch = plan.pipelines[0].micro_batch if plan is not None else micro_batch
     report = states_report(

@@ -48,7 +48,9 @@ class MemoryWalk:
                     self.sizes[op.inputs[0].root] *= FUSED_LOSS_CHUNK
         self.saved_by_op = [self._saved(op, price) for op, price in zip(placed.ops, prices, strict=True)]
         self.recomputed = self._recomputed_ops()
-        self.kept_by_op = [set() if index in self.recomputed else saved for index, saved in enumerate(self.saved_by_op)]
+        self.kept_by_op = [
+            self._inputs_to_rerun(index) if index in self.recomputed else saved for index, saved in enumerate(self.saved_by_op)
+        ]
         if recompute.by_operator:
             for index, op in enumerate(placed.ops):
                 self.kept_by_op[index] = set() if index in self.recomputed else {tensor.root for tensor in op.outputs}
@@ -63,6 +65,15 @@ class MemoryWalk:
         tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
         tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
         return {tensor.root for tensor in tensors if tensor.root not in self.weights}
+
+    def _inputs_to_rerun(self, index: int) -> set[str]:
+        """Attention runs again from its queries, keys and values, unless their ops run again as well; element-wise ops and norms
+        start from what their neighbours keep."""
+        op = self.placed.ops[index]
+        if op.op_class != OpClass.ATTENTION:
+            return set()
+        made = {tensor.root for other in self.recomputed for tensor in self.placed.ops[other].outputs}
+        return {tensor.root for tensor in op.inputs} - made - self.weights
 
     def _recomputed_ops(self) -> frozenset[int]:
         """Positions of the ops that selective recompute runs again."""

@@ -31,7 +31,7 @@ def predict(
     cost_model: CostModel | None = None,
 ) -> Prediction:
     """Predict one step of ``plan``. ``cluster`` is resolved; the plan is taken as valid (``planner.validate`` judges it)."""
-    model = cost_model or CostModel(graph, cluster, workload, profile)
+    model = (cost_model or CostModel(graph, cluster, workload, profile)).for_plan(plan)
     return prediction_of(model, plan, simulate(model, plan))
 
 

@@ -25,6 +25,7 @@ SAVES_NOTHING = 0.97
 def plan_memory(model: CostModel, plan: Plan) -> list[MemoryPrediction]:
     """Memory of every class of ranks of a valid plan, in the order of pipelines and their ranks."""
     found = []
+    model = model.for_plan(plan)
     for index, pipeline in enumerate(plan.pipelines):
         rows = pipeline_rows(plan, pipeline)
         costs = {number: stage_cost(model, plan, pipeline, stage) for number, stage in enumerate(pipeline.stages)}
