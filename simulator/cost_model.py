@@ -63,7 +63,7 @@ class CostModel:
         self._blocks: dict[str, Block] = {block.name: block for block in self.graph.blocks}
         self._pricers: dict[str, OpPricer] = {}
         self._units: dict[tuple[object, ...], UnitCost] = {}
-        self._params: dict[tuple[str, int, int], UnitParams] = {}
+        self._params: dict[tuple[str, int, int, bool], UnitParams] = {}
 
     def for_plan(self, plan: Plan) -> CostModel:
         """These prices with the loss kernel that the plan names; itself where that is the workload's."""
@@ -114,22 +114,34 @@ class CostModel:
             )  # fmt: skip
         return self._units[key]
 
-    def params(self, block: str, tp: int, ep: int = 1) -> UnitParams:
-        """Parameters of one instance of ``block`` on one of ``tp`` ranks that holds 1/``ep`` of its experts."""
-        if (block, tp, ep) not in self._params:
+    def params(self, block: str, tp: int, ep: int = 1, *, with_owner: bool = False) -> UnitParams:
+        """Parameters of one instance of ``block`` on one of ``tp`` ranks that holds 1/``ep`` of its experts.
+
+        ``with_owner``: the owners of its tied parameters are on the same rank, which then holds them once.
+        """
+        key = (block, tp, ep, with_owner)
+        if key not in self._params:
             placed = with_local_experts(place_block(self._blocks[block], tp, False), ep)
             experts = expert_params(placed) if ep > 1 else set()
             specs = {param.name: param for param in self._blocks[block].params if not param.buffer}
             sizes = {name: _elements(placed.params[name].shape) for name in specs}
             aliases = {alias for alias, _ in self.graph.tied}
-            self._params[block, tp, ep] = UnitParams(
-                trainable=sum(sizes[name] for name, param in specs.items() if param.trainable),
-                frozen=sum(sizes[name] for name, param in specs.items() if not param.trainable),
-                num_tensors=len(specs),
+            own = {name: param for name, param in specs.items() if not (with_owner and param.fqn in aliases)}
+            self._params[key] = UnitParams(
+                trainable=sum(sizes[name] for name, param in own.items() if param.trainable),
+                frozen=sum(sizes[name] for name, param in own.items() if not param.trainable),
+                num_tensors=len(own),
                 tied_alias=sum(sizes[name] for name, param in specs.items() if param.fqn in aliases),
-                expert=sum(sizes[name] for name, param in specs.items() if name in experts and param.trainable),
+                expert=sum(sizes[name] for name, param in own.items() if name in experts and param.trainable),
             )
-        return self._params[block, tp, ep]
+        return self._params[key]
+
+    @cached_property
+    def tied_owner_unit(self) -> int | None:
+        """The unit that owns the tied parameters (the embedding of most models), ``None`` where nothing is tied."""
+        owners = {owner for _, owner in self.graph.tied}
+        blocks = {block.name for block in self.graph.blocks if any(param.fqn in owners for param in block.params)}
+        return next((index for index, block in enumerate(self.unit_blocks) if block in blocks), None)
 
     @cached_property
     def state_bytes_per_param(self) -> tuple[float, float, float]:

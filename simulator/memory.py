@@ -127,7 +127,9 @@ class RankMemory:
         if cost.stage.zero != 3 or cost.shard_degree == 1:
             return self._kept_gathered()
         ahead = range(index, index + step * (self.options.prefetch_units + 1), step)
-        return sum(cost.unit_weight_bytes(unit) for unit in ahead if 0 <= unit < len(cost.params))
+        # units that share a parameter are gathered together: it is there from the first of them to the last
+        shared = 0.0 if cost.tied_owner is None or cost.tied_owner in ahead else cost.tied_params * cost.weight_bytes
+        return shared + sum(cost.unit_weight_bytes(unit) for unit in ahead if 0 <= unit < len(cost.params))
 
     def _flat_weights(self, cost: StageCost, index: int) -> float:
         """The flat buffer that a unit's weights are gathered into before they are unpacked."""
@@ -153,6 +155,8 @@ class RankMemory:
                 self._has_grad.add((action.stage, index))
                 self.grads += self._kept_grads(cost, full)
                 transient = full if self._kept_grads(cost, full) < full else 0.0
+            if cost.tied_owner is not None and index > cost.tied_owner:  # the head's part waits for that of the embedding
+                transient += cost.tied_params * cost.grad_bytes
             self._note(f"{action}", unit.backward_peak_bytes + transient, self._gathered(cost, index, -1))
             if cost.stage.zero >= 2 and cost.shard_degree > 1:
                 flat = (1 + self.rules.flat_copies) * full

@@ -16,7 +16,10 @@ from specs.plan import Pipeline, Plan, Stage
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage on its slowest rank. Units are in model order; ``slowdown`` >= 1 multiplies compute times."""
+    """A stage on its slowest rank. Units are in model order; ``slowdown`` >= 1 multiplies compute times.
+
+    ``tied_owner``: the unit whose ``tied_params`` another unit of the stage uses as well (``None``: none here).
+    """
 
     stage: Stage
     device: str
@@ -33,6 +36,8 @@ class StageCost:
     has_master: bool
     reduce_bytes: float = 0.0
     frozen_bytes: float = 0.0
+    tied_owner: int | None = None
+    tied_params: float = 0.0
     expert_shape: GroupShape | None = None
 
     @property
@@ -141,10 +146,15 @@ def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -
     slowest = max(priced, key=lambda name: priced[name][0])
     shard, replica = shard_ranks(stage)
     weight, grad, states = model.state_bytes_per_param
+    whole = stage.num_units == model.num_units  # then tied parameters are there once
+    params = tuple(
+        model.params(model.unit_blocks[unit], stage.mesh.tp, stage.mesh.ep, with_owner=whole) for unit in unit_range(stage)
+    )
     return StageCost(
         stage=stage, device=slowest, slowdown=max(place.slowdown for place in places if place.device == slowest),
         units=priced[slowest][1],
-        params=tuple(model.params(model.unit_blocks[unit], stage.mesh.tp, stage.mesh.ep) for unit in unit_range(stage)),
+        params=params, tied_owner=model.tied_owner_unit if whole else None,
+        tied_params=sum(item.tied_alias for item in params) if whole else 0.0,
         tp_shape=tp_shape, shard_shape=model.network.shape(shard), replica_shape=model.network.shape(replica),
         dp_shape=model.network.shape(gradient_ranks(stage)), weight_bytes=weight, grad_bytes=grad, state_bytes=states,
         has_master=model.precision.master_dtype is not None, reduce_bytes=DTYPE_BYTES[model.precision.reduce_dtype],
