@@ -7,6 +7,7 @@ frozen, so no gradient of W is computed and its input is kept for A only; embedd
 from __future__ import annotations
 
 from profiler.opset import OpClass, op_class_of
+from profiler.placement import ADAPTER_DOWN
 from profiler.pricing import price_graph
 from specs.graph import Block, ModelGraph, Op, ParamSpec, TensorSpec
 
@@ -49,7 +50,7 @@ def _adapter(op: Op, x: str, weight: ParamSpec, rank: int) -> tuple[list[ParamSp
     down, up, base, low, high = (f"{op.name}_lora_{part}" for part in ("a", "b", "base", "low", "high"))
     stem = weight.fqn.removesuffix(".weight")
     params = [
-        ParamSpec(name=down, fqn=f"{stem}.lora_a.weight", shape=(rank, k)),
+        ParamSpec(name=down, fqn=f"{stem}{ADAPTER_DOWN}weight", shape=(rank, k)),
         ParamSpec(name=up, fqn=f"{stem}.lora_b.weight", shape=(n, rank)),
     ]
 

@@ -23,6 +23,9 @@ from profiler.view_dims import ShardLost, output_dim
 from specs.expr import Expr
 from specs.graph import Block, Op, TensorSpec
 
+# Part of the full name of an adapter's first matrix (``profiler.adapters``).
+ADAPTER_DOWN = ".lora_a."
+
 
 @lru_cache(maxsize=4096)
 def _place_cached(key: str, tp: int, sequence_parallel: bool) -> PlacedBlock:
@@ -87,7 +90,9 @@ class _Placer:
         self.tensors = block.tensors()
         self.params = {param.name for param in block.params if not param.buffer}
         self.requires_grad = _grad_flow(block)
-        self.not_column: set[str] = set()
+        # the narrow product of an adapter stays whole: splitting it would save nothing and cost a sum of its wide result
+        narrow = {param.name for param in block.params if ADAPTER_DOWN in param.fqn}
+        self.not_column: set[str] = {op.name for op in block.ops if narrow & set(op.input_refs())}
 
     def run(self) -> PlacedBlock:
         for _ in range(len(self.block.ops) + 1):
