@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from api.app import create_app
@@ -16,8 +18,11 @@ from api.cli.main import app
 from api.engine import Engine
 from api.settings import Settings
 from planner.strategy import plan_from_strategy
+from profiler.capture import capture_module, example_tokens
 from profiler.decoder_graph import decoder_graph
-from profiler.hf import adapt
+from profiler.hf import DecoderConfig, adapt
+from profiler.models import build_model
+from profiler.models.mlp import MLP, MixtureOfExperts
 from simulator.cost_model import CostModel
 from simulator.memory_report import memory_report
 from simulator.rank_memory import plan_memory
@@ -209,27 +214,51 @@ def test_u021_activations_follow_expert_width_and_top_k() -> None:
     assert more == pytest.approx(2 * tokens * (2048 * per_width + 2 * 2 * hidden), rel=0.10)
 
 
-def test_u021_dense_and_moe_layers_are_priced_apart() -> None:
-    """A graph of dense layers followed by mixture layers: each kind has its own activations, not one dense MLP for all."""
-    moe = decoder_graph(adapt(moe_config()))
-    dense = decoder_graph(adapt({**moe_config(), "model_type": "llama", "intermediate_size": 4096}))
-    layer = dense.block("layers").replace(name="dense_layers")
-    first, body, last = moe.segments
-    dense_body = dense.segments[1]
-    (stream,) = first.produces.values()
-    middle = {**dense_body.produces}
-    assert list(middle.values()) == list(body.produces.values())
-    rename = dict.fromkeys(middle, "after_dense")
-    head = dense_body.replace(block="dense_layers", count=2, produces=rename, bind={**body.bind, **dense_body.bind})
-    tail = body.replace(
-        first_index=2, bind={name: "after_dense" if value == stream else value for name, value in body.bind.items()}
-    )
-    graph = moe.replace(blocks=(*moe.blocks, layer), segments=(first, head, tail, last))
-    found = layer_activations(graph)
-    assert found["layers"] == layer_activations(moe)["layers"]
-    assert found["dense_layers"] == layer_activations(dense)["layers"]
-    assert "grouped_gemm" in found["layers"]
-    assert "grouped_gemm" not in found["dense_layers"]
+class WithSharedExpert(nn.Module):
+    """Routed experts and one that every token passes."""
+
+    def __init__(self, settings: DecoderConfig, width: int) -> None:
+        super().__init__()
+        self.routed, self.shared = MixtureOfExperts(settings), MLP(settings.replace(ffn=width, experts=0, top_k=0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.routed(hidden) + self.shared(hidden)
+
+
+def patterned(dense: int, moe: int, shared_width: int | None) -> ModelGraph:
+    """A decoder whose first layers are dense and whose others hold experts, captured as a user's own module."""
+    settings = adapt(moe_config(num_hidden_layers=dense + moe))
+    with torch.device("meta"):
+        model = build_model(settings)
+        for index in range(dense + moe):
+            layer = model.layers[str(index)]
+            if index < dense:
+                layer.mlp = MLP(settings.replace(ffn=4096, experts=0, top_k=0))
+            elif shared_width is not None:
+                layer.mlp = WithSharedExpert(settings, shared_width)
+    return capture_module(model, example_tokens(), name="patterned")
+
+
+def test_u021_dense_layers_experts_and_shared_experts_are_each_their_own() -> None:
+    """Not one dense MLP for all: dense layers as dense ones, the shared expert by its own width on top of the routed ones."""
+    tokens = 1024
+
+    def by_kind(graph: ModelGraph) -> dict[bool, float]:
+        """Kept bytes of a layer, by whether it has experts."""
+        found = layer_activations(graph)
+        layers = {name: classes for name, classes in found.items() if "attention" in classes}
+        return {("grouped_gemm" in classes): sum(classes.values()) for classes in layers.values()}
+
+    plain, small, large = (by_kind(patterned(1, 2, width)) for width in (None, 512, 1024))
+    assert set(plain) == {False, True}
+    llama = {**moe_config(), "model_type": "llama", "intermediate_size": 4096}
+    dense, routed = (sum(layer_activations(decoder_graph(adapt(config)))["layers"].values()) for config in (llama, moe_config()))
+    assert plain[False] == dense
+    assert plain[True] == pytest.approx(routed)
+    assert plain[True] < small[True] < large[True]
+    assert small[False] == large[False] == dense
+    per_width = (large[True] - small[True]) / (512 * tokens * 2)
+    assert per_width in (3, 4)  # gate, up, their product, and the activation where it is kept apart
 
 
 # --- U023: before anything runs ------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def show_answer(console: Console, answer: PlanAnswer, *, explain: bool) -> None:
     if answer.rejected:
         counts = ", ".join(f"{reason} {count:,}" for reason, count in answer.rejected.items())
         console.print(f"rejected: {counts}", markup=False)
-    if explain:
+    if explain or answer.plan is None:
         for line in answer.explanation:
             console.print(f"- {line}", markup=False)
     show_assumptions(console, [*answer.assumptions, *(answer.prediction.assumptions if answer.prediction else ())])
