@@ -16,7 +16,7 @@ from api import middleware, problems
 from api.engine import Engine
 from api.routes.calibrations import calibrations
 from api.routes.documents import document_router, reading_router
-from api.routes.plans import estimates, plans
+from api.routes.plans import estimates, memory, plans
 from api.routes.runs import executions, executions_of_plans, profiles
 from api.service import Service, ServiceDep
 from api.settings import Settings
@@ -55,7 +55,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     for kind in ("model", "cluster", "workload"):
         app.include_router(document_router(kind))
     documents = (profiles, reading_router("profile"), calibrations, reading_router("calibration"))
-    for router in (*documents, plans, estimates, executions_of_plans, executions):
+    for router in (*documents, plans, estimates, memory, executions_of_plans, executions):
         app.include_router(router)
     _add_health(app)
     return app

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from api.schemas import PlanOptions
+from specs.accounting import FlopConvention, Utilization
 from specs.answer import PlanAnswer
 from specs.base import InvalidInputValue
 from specs.calibration import Calibration
@@ -20,6 +21,7 @@ from specs.cluster import ClusterSpec
 from specs.errors import InvalidInput, Violation
 from specs.graph import ModelGraph
 from specs.measurement import Comparison, Measurement
+from specs.memory import MemoryReport
 from specs.plan import Plan
 from specs.prediction import Prediction
 from specs.profile import Profile
@@ -188,6 +190,49 @@ class Engine:
         return predict(graph, cluster, workload, plan, cost_model=model)
 
     @_reporting
+    def memory(
+        self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, strategy: str | None = None, *,
+        micro_batch: int = 1, host_buffer_factor: float = 1.0,
+    ) -> MemoryReport:  # fmt: skip
+        """What the job holds: states at every ZeRO stage, activations, loss, and the peak of a strategy. No time is simulated."""
+        from simulator.cost_model import CostModel
+        from simulator.memory_report import memory_report
+
+        plan = None if strategy is None else self.plan_of(strategy, graph, cluster, workload)
+        model = CostModel(graph, cluster, workload)
+        return memory_report(model, plan, micro_batch=micro_batch, host_buffer_factor=host_buffer_factor)
+
+    @_reporting
+    def states(
+        self, workload: TrainingSpec, *, num_params: float, largest_layer_params: float, devices: int, nodes: int = 1,
+        host_buffer_factor: float = 1.0,
+    ) -> MemoryReport:  # fmt: skip
+        """Model states of a model that is known by its counts alone."""
+        from simulator.memory_report import states_report
+
+        return states_report(
+            num_params=num_params, largest_layer_params=largest_layer_params, devices=devices, nodes=nodes,
+            precision=workload.precision, optimizer=workload.optimizer, host_buffer_factor=host_buffer_factor,
+        )  # fmt: skip
+
+    @_reporting
+    def utilization(
+        self, graph: ModelGraph | None, device: str, *, dtype: str = "bfloat16", seq_len: int | None = None,
+        tokens_per_s: float | None = None, achieved_flop_per_s: float | None = None,
+        convention: FlopConvention = FlopConvention(),  # noqa: B008  (frozen)
+    ) -> Utilization:  # fmt: skip
+        """MFU of one device of the catalogue from tokens per second of a model, or from an achieved FLOP rate."""
+        from profiler.catalogue import device as find_device
+        from simulator.utilization import utilization, utilization_of_rate
+
+        found = find_device(device)
+        if achieved_flop_per_s is not None:
+            return utilization_of_rate(found, achieved_flop_per_s=achieved_flop_per_s, dtype=dtype)
+        if graph is None or seq_len is None or tokens_per_s is None:
+            raise InvalidInputValue("rate_not_given", "give a model, a sequence length and tokens per second, or a FLOP rate")
+        return utilization(graph, found, seq_len=seq_len, tokens_per_s=tokens_per_s, dtype=dtype, convention=convention)
+
+    @_reporting
     def trace(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None,
         calibration: Calibration | None = None,
@@ -196,7 +241,7 @@ class Engine:
         from simulator.predict import simulate
         from simulator.trace import chrome_trace
 
-        model = _cost_model(graph, cluster, workload, profile, calibration)
+        model = _cost_model(graph, cluster, workload, profile, calibration).for_plan(plan)
         return chrome_trace(model, plan, simulate(model, plan))
 
     # executions ------------------------------------------------------------------------------------------------------

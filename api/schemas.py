@@ -63,6 +63,17 @@ class CalibrationRequest(Spec):
     plans: tuple[dict[str, Any], ...] = Field(default=(), max_length=64, description="plans that ran, where a run does not hold it")
 
 
+class MemoryRequest(Spec):
+    """The memory question alone; without a strategy, states and activations of one device."""
+
+    model: Reference
+    cluster: Reference
+    workload: Reference
+    strategy: str | None = Field(default=None, min_length=1, max_length=2000)
+    micro_batch: int = Field(default=1, ge=1, description="sequences of a pass where no strategy says it")
+    host_buffer_factor: float = Field(default=1.0, ge=1, description="multiplies host bytes of offloaded states; 1 = none hidden")
+
+
 class ProfileRequest(Spec):
     """A profiling job on the machine that the service runs on: the ops, collectives and optimizer of this model."""
 

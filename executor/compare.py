@@ -35,6 +35,7 @@ def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
         peak_memory=difference(prediction.memory.peak_bytes, measurement.peak_memory_bytes),
         terms={key: difference(prediction.waterfall.get(key, 0.0), measurement.waterfall.get(key, 0.0)) for key in keys},
         inside_interval=prediction.step_time_low_s <= step_time <= prediction.step_time_high_s,
+        fabric=prediction.fabric,
         notes=tuple(_notes(prediction, measurement, step_time)),
     )
 

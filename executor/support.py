@@ -186,10 +186,19 @@ def workload_violations(plan: Plan, workload: TrainingSpec) -> list[Violation]:
         found.append(
             _workload("precision", "runs compute and keep gradients in the parameters' dtype; master weights may be float32")
         )
+    if precision.accumulate_dtype is not None:
+        found.append(_workload("precision", f"a second gradient buffer in {precision.accumulate_dtype}", allowed=[None]))
+    if precision.frozen_dtype not in (None, precision.param_dtype):
+        message = f"frozen parameters in {precision.frozen_dtype}, the others in {precision.param_dtype}"
+        found.append(_workload("precision", message, allowed=[None, precision.param_dtype]))
     if workload.optimizer.state_dtype != (precision.master_dtype or precision.param_dtype):
         found.append(
             _workload("optimizer", f"optimizer state in {workload.optimizer.state_dtype}, weights that it updates are not")
         )
+    if plan.loss_kernel not in ("", "full"):
+        found.append(_violation("loss_kernel", f"the plan's loss kernel is '{plan.loss_kernel}'", "loss_kernel", allowed=["full"]))
+    if workload.adapters is not None:
+        found.append(_workload("adapters", "low-rank adapters beside a frozen model", allowed=[None]))
     if workload.loss_kernel != "full":
         found.append(_workload("loss_kernel", f"loss kernel '{workload.loss_kernel}'", allowed=["full"]))
     if workload.attention_kernel != "flash":

@@ -19,8 +19,9 @@ from specs.training import TrainingSpec
 class Assembler:
     """Builds plans of one model on one cluster for one workload; hashes and placements are computed once."""
 
-    def __init__(self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> None:
-        self.graph, self.cluster, self.workload = graph, cluster, workload
+    def __init__(self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, loss: str | None = None) -> None:
+        """``loss``: loss kernel of strategies that name none."""
+        self.graph, self.cluster, self.workload, self.loss = graph, cluster, workload, loss
         self.unit_blocks = [segment.block for segment, _ in graph.units()]
         self.layers = layer_range(graph)
         self._placements: dict[tuple[str, int, bool], dict[str, str]] = {}
@@ -44,13 +45,14 @@ class Assembler:
             stages.append(self._stage(strategy, pool.devices[rank * size : (rank + 1) * size], dp, first, count))
             first += count
         used = {device for stage in stages for device in stage.devices}
-        explicit = replace(strategy, dp=dp, split=split if strategy.pp > 1 else None)
+        loss = strategy.loss or self.loss
+        explicit = replace(strategy, dp=dp, split=split if strategy.pp > 1 else None, loss=loss)
         micro_batches = self.workload.global_batch // (dp * strategy.micro_batch)
         return Plan(
             name=f"{self.graph.name} on {len(used)} devices of {self.cluster.name}", strategy=explicit.text(),
             global_batch=self.workload.global_batch, seq_len=self.workload.max_seq_len,
             pipelines=(Pipeline(stages=tuple(stages), micro_batch=strategy.micro_batch, num_micro_batches=micro_batches),),
-            schedule=schedule,
+            schedule=schedule, loss_kernel=loss or "",
             unused_devices=tuple(device for device in range(self.cluster.num_devices) if device not in used),
             **self._hashes,
         )  # fmt: skip

@@ -11,7 +11,10 @@ import numpy as np
 from planner.alternatives import Mask, best_of, difference
 from planner.candidates import Candidates, Confirmed
 from planner.strategy_text import recompute_text
+from simulator.memory_report import loss_memory, memory_notes
+from simulator.rank_memory import fill
 from specs.answer import Alternative
+from specs.memory import LossMemory
 from specs.plan import RecomputeMode
 from specs.units import format_bytes, format_seconds
 
@@ -43,11 +46,19 @@ def explain(
             lines.append(f"{choice.name}={choice.value}: {_nearest(candidates, chosen, choice)}")
     if strategy.split is not None and len(set(strategy.split)) > 1:
         lines.append(f"split {','.join(map(str, strategy.split))}: units balanced by time within each stage's memory")
-    if "memory_above_95_percent" in prediction.flags:
-        lines.append("memory above 95 % of the device: it fits, but the allocator may have to free and retry, which costs time")
+    if "performance_risk" in prediction.flags:
+        lines.append(
+            f"performance risk: {fill(prediction.memory):.1%} of the device with margin and baseline, above 95 %: it fits, but the "
+            "allocator may have to free and retry in every step, which costs time"
+        )
+    lines += memory_notes(candidates.prices.model, [rank.memory for rank in prediction.ranks], _loss(candidates, chosen))
     if others:
         lines.append(f"best plan of another kind: {others[0].strategy}, {others[0].why_not}")
     return lines
+
+
+def _loss(candidates: Candidates, chosen: Confirmed) -> LossMemory | None:
+    return loss_memory(candidates.prices.model, chosen.strategy.micro_batch)
 
 
 @dataclass(frozen=True)

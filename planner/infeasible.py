@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,10 +16,13 @@ from planner.refine import DoesNotFit, Refiner
 from planner.space import enumerate_space
 from planner.strategy_text import recompute_text
 from simulator.cost_model import CostModel
+from simulator.memory_report import loss_memory, memory_notes
+from simulator.rank_memory import plan_memory
+from simulator.states import optimizer_offload_bytes, zero_states
 from specs.answer import BrokenLimit
 from specs.cluster import ClusterSpec
 from specs.training import TrainingSpec
-from specs.units import format_bytes, format_seconds
+from specs.units import GB, format_bytes, format_seconds
 
 # Strategies, least full first, whose exact memory is looked at before a cluster counts as too small.
 TRIES = 24
@@ -76,10 +80,50 @@ def _memory(candidates: Candidates, fixed: Mapping[str, Any]) -> BrokenLimit:
         f"{format_bytes(needed)} of {format_bytes(missed.budget_bytes)} usable (margin and process baseline taken off), "
         f"{format_bytes(missed.missing_bytes)} too much, at zero {strategy.zero} and recompute {label}"
     )
-    relaxations = list(_relaxations(model, fixed, missed))
-    return BrokenLimit(
-        limit="memory", message=message, needed=needed, available=missed.budget_bytes, unit="bytes", relaxations=tuple(relaxations)
+    states, fewest, host_bytes = _states(model, missed.budget_bytes)
+    message += (
+        f"; weights, gradients and optimizer states alone are {states * model.cluster.num_devices / GB:.0f} GB, "
+        f"{states / GB:.1f} GB a device when split over all {model.cluster.num_devices}, and need {fewest} devices"
     )
+    relaxations = list(_relaxations(model, fixed, missed))
+    relaxations.append(_offload_text(model, host_bytes))
+    return BrokenLimit(
+        limit="memory", message=message, needed=needed, available=missed.budget_bytes, unit="bytes",
+        relaxations=tuple(relaxations), state_bytes=states, devices_for_states=fewest, offload_host_bytes=host_bytes,
+    )  # fmt: skip
+
+
+def _states(model: CostModel, budget_bytes: float) -> tuple[float, int, float]:
+    """(bytes of states of one device when all split everything, fewest devices that hold them, bytes of optimizer states)."""
+    total, trainable = model.graph.num_params(), model.graph.num_params(trainable_only=True)
+    precision, optimizer, devices = model.precision, model.workload.optimizer, model.cluster.num_devices
+    states = zero_states(
+        3, trainable=trainable, frozen=total - trainable, shards=devices, precision=precision, optimizer=optimizer
+    ).device_bytes
+    return states, math.ceil(states * devices / budget_bytes), optimizer_offload_bytes(trainable, precision, optimizer)
+
+
+def _offload_text(model: CostModel, host_bytes: float) -> str:
+    """The last resort: slow, and not planned by this version."""
+    nodes = sum(group.count for group in model.cluster.nodes)
+    known = [group.host.memory_bytes for group in model.cluster.nodes for _ in range(group.count)]
+    there = f"{sum(size for size in known if size) / GB:.0f} GB there" if all(known) else "host memory not known"
+    return (
+        f"optimizer states in host memory: {host_bytes / GB:.0f} GB on {nodes} node{'s' if nodes > 1 else ''} ({there}); "
+        "slowest of all, and no plan of this version offloads"
+    )
+
+
+def closest_notes(candidates: Candidates) -> list[str]:
+    """What fills the candidate that comes closest, in words: terms, the op classes behind them, logits."""
+    row, _ = _closest(candidates)
+    strategy, pool, model = candidates.space.strategy(row), candidates.pool(row), candidates.prices.model
+    passes = int(candidates.space.rows[row]["num_micro_batches"])
+    found = candidates.refiner.refine(strategy, pool, passes, ignore_memory=True)
+    if isinstance(found, DoesNotFit):
+        return []
+    ranks = plan_memory(model, candidates.assembler.plan(found.strategy, pool))
+    return [f"closest: {strategy.text()}", *memory_notes(model, ranks, loss_memory(model, strategy.micro_batch))]
 
 
 def _closest(candidates: Candidates) -> tuple[int, DoesNotFit]:
@@ -98,7 +142,9 @@ def _relaxations(model: CostModel, fixed: Mapping[str, Any], missed: DoesNotFit)
     """Ways around, those that change least first."""
     cluster, workload = model.cluster, model.workload
     for name in fixed:
-        if name != "op_classes" and _fits(model, cluster, workload, {key: value for key, value in fixed.items() if key != name}):
+        if name not in ("op_classes", "loss") and _fits(
+            model, cluster, workload, {key: value for key, value in fixed.items() if key != name}
+        ):
             yield f"leave '{name}' to the search"
     if workload.limits.max_devices is not None:
         freed = workload.replace(limits=workload.limits.replace(max_devices=None))
@@ -119,6 +165,20 @@ def _relaxations(model: CostModel, fixed: Mapping[str, Any], missed: DoesNotFit)
         lean = workload.precision.replace(master_dtype=None)
         if _fits(model, cluster, workload.replace(precision=lean), fixed):
             yield "no fp32 master weights (precision bf16_pure)"
+    yield from _lighter_kernels(model, fixed)
+
+
+def _lighter_kernels(model: CostModel, fixed: Mapping[str, Any]) -> Iterator[str]:
+    """Kernels and dtypes that hold less for the same job."""
+    cluster, workload = model.cluster, model.workload
+    if workload.attention_kernel == "math" and _fits(model, cluster, workload.replace(attention_kernel="flash"), fixed):
+        yield "attention that keeps no scores (attention_kernel flash)"
+    if workload.loss_kernel == "full" and _fits(model, cluster, workload.replace(loss_kernel="fused"), fixed):
+        yield "logits in parts (loss_kernel fused)"
+    if workload.adapters is not None and workload.precision.frozen_dtype != "int4":
+        packed = workload.precision.replace(frozen_dtype="int4")
+        if _fits(model, cluster, workload.replace(precision=packed), fixed):
+            yield "frozen weights in 4 bits (precision.frozen_dtype int4)"
 
 
 def _nodes_needed(model: CostModel, fixed: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -37,7 +37,7 @@ def memory_fill(
             continue
         some = units.row(int(rows[0]))
         table = unit_memory(
-            prices, some, prices.sizes(layout.tp), zero=zero, shard_degree=stage_sites[0].shard_shape.size,
+            prices, some, prices.sizes(layout.tp, whole=layout.pp == 1), zero=zero, shard_degree=stage_sites[0].shard_shape.size,
             ddp=zero == 0 and layout.dp > 1 and layout.pp == 1, num_micro_batches=2 if many else 1,
         )  # fmt: skip
         stays, grads = table.stays[one_of_kind], table.kept_grad[one_of_kind]

@@ -54,13 +54,15 @@ class UnitPrices:
 @dataclass(frozen=True)
 class UnitSizes:
     """Per kind, on one tensor-parallel rank: parameters, trainable ones, bytes of gathered weights, of full gradients, and of
-    gradients as they are sent."""
+    gradients as they are sent. ``tied_*``: of a parameter that two units of the same stage use."""
 
     params: Floats
     trainable: Floats
     weight_bytes: Floats
     grad_bytes: Floats
     reduce_bytes: Floats
+    tied_weight_bytes: float = 0.0
+    tied_grad_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Prices:
         self.kinds: list[tuple[str, bool]] = list(dict.fromkeys(pairs))
         self.kind_of_unit: NDArray[np.int64] = np.array([self.kinds.index(pair) for pair in pairs])
         self._units: dict[tuple[object, ...], UnitPrices] = {}
-        self._sizes: dict[int, UnitSizes] = {}
+        self._sizes: dict[tuple[int, bool], UnitSizes] = {}
         self._shards: dict[tuple[object, ...], ShardPrices] = {}
 
     @property
@@ -163,22 +165,26 @@ class Prices:
         ]
         return max(priced, key=lambda item: float(self.counts @ (item[1].forward_s + item[1].backward_s)))
 
-    def sizes(self, tp: int) -> UnitSizes:
-        """Parameters per kind at that tp."""
-        if tp not in self._sizes:
-            params = [self.model.params(block, tp) for block, _ in self.kinds]
+    def sizes(self, tp: int, *, whole: bool = False) -> UnitSizes:
+        """Parameters per kind at that tp. ``whole``: one stage holds all units, and tied parameters once."""
+        if (tp, whole) not in self._sizes:
+            params = [self.model.params(block, tp, with_owner=whole) for block, _ in self.kinds]
             total = np.array([float(item.total) for item in params])
             trainable = np.array([float(item.trainable) for item in params])
             weight, grad, _ = self.model.state_bytes_per_param
             sent = DTYPE_BYTES[self.model.precision.reduce_dtype]
-            self._sizes[tp] = UnitSizes(total, trainable, total * weight, trainable * grad, trainable * sent)
-        return self._sizes[tp]
+            weights = trainable * weight + (total - trainable) * self.model.frozen_bytes_per_param
+            tied = sum(item.tied_alias for item in params) if whole else 0.0
+            self._sizes[tp, whole] = UnitSizes(
+                total, trainable, weights, trainable * grad, trainable * sent, tied * weight, tied * grad
+            )
+        return self._sizes[tp, whole]
 
     def shards(self, device: str, slowdown: float, site: Site) -> ShardPrices:
         """Data-parallel prices per kind on a stage that lies like ``site``."""
-        key = (device, slowdown, site.tp_shape.size, site.dp_shape, site.shard_shape, site.replica_shape)
+        key = (device, slowdown, site.whole, site.tp_shape.size, site.dp_shape, site.shard_shape, site.replica_shape)
         if key not in self._shards:
-            sizes, model = self.sizes(site.tp_shape.size), self.model
+            sizes, model = self.sizes(site.tp_shape.size, whole=site.whole), self.model
             degree = site.shard_shape.size
 
             def each(function: Callable[[float], float], values: Floats) -> Floats:

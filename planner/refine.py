@@ -127,7 +127,7 @@ class _SkeletonProblem:
         """Peak of every range on every stage."""
         strategy, prices = self.strategy, self.prices
         memory = unit_memory(
-            prices, self.units[self.stage_class[0]], prices.sizes(strategy.tp), zero=strategy.zero,
+            prices, self.units[self.stage_class[0]], prices.sizes(strategy.tp, whole=strategy.pp == 1), zero=strategy.zero,
             shard_degree=self.sites[0].shard_shape.size,
             ddp=strategy.zero == 0 and self.sites[0].dp_shape.size > 1 and strategy.pp == 1,
             num_micro_batches=self.num_micro_batches,

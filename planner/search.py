@@ -22,7 +22,7 @@ from planner.assumptions import assumptions
 from planner.bounds import Bounds, compute_bounds
 from planner.candidates import Candidates, Confirmed
 from planner.explain import explain
-from planner.infeasible import broken_limits
+from planner.infeasible import broken_limits, closest_notes
 from planner.layout import pools
 from planner.objective import ObjectiveFunction
 from planner.prices import Prices
@@ -92,12 +92,13 @@ class _Search:
         if violations:
             raise InvalidInput(violations, subject=f"strategy '{options.strategy}'")
         self.objective = ObjectiveFunction(cluster, workload)
-        self.model = cost_model or CostModel(graph, cluster, workload, profile)
+        loss: str | None = self.fixed.get("loss")
+        self.model = (cost_model or CostModel(graph, cluster, workload, profile)).with_loss(loss or workload.loss_kernel)
         self.prices = Prices(self.model)
         self.pools = pools(cluster, workload.limits.max_devices)
         self.space: Space = enumerate_space(graph, workload, self.pools, self.fixed)
         self.candidates = Candidates(
-            self.prices, Assembler(graph, cluster, workload), self.space, Bounds(np.zeros(0), np.zeros(0)),
+            self.prices, Assembler(graph, cluster, workload, loss), self.space, Bounds(np.zeros(0), np.zeros(0)),
             split=self.fixed.get("split"), seed=options.seed,
         )  # fmt: skip
         self.best: Confirmed | None = None
@@ -212,8 +213,11 @@ class _Search:
     def _without_plan(self, exhausted: bool) -> PlanAnswer:
         status: Status = "infeasible" if exhausted else "timed_out"
         limits = broken_limits(self.candidates, self.fixed, fastest_s=self.fastest_s) if exhausted else ()
+        notes = closest_notes(self.candidates) if any(item.limit == "memory" for item in limits) else ()
         self._tell("done", status)
-        return PlanAnswer(status=status, search=self._record(None, None), rejected=self.rejected, limits=tuple(limits))
+        return PlanAnswer(
+            status=status, search=self._record(None, None), rejected=self.rejected, limits=tuple(limits), explanation=tuple(notes)
+        )
 
     def _record(self, best_bound_s: float | None, gap: float | None) -> SearchRecord:
         return SearchRecord(

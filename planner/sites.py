@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from planner.layout import Pool
 from simulator.cost_model import CostModel
 from simulator.network import GroupShape
-from simulator.predict import GPU_BASELINE_BYTES
+from simulator.rank_memory import baseline_bytes
 from specs.cluster import DevicePlace
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """One stage's place. ``devices``: its device types, each with its largest slowdown factor. ``budget_bytes``: peak memory that
-    the job may allocate on its smallest device. ``last_device`` stands for the stage in point-to-point messages."""
+    the job may allocate on its smallest device. ``last_device`` stands for the stage in point-to-point messages. ``whole``: it is
+    the only stage, so tied parameters are on it once."""
 
     devices: tuple[tuple[str, float], ...]
     tp_shape: GroupShape
@@ -26,6 +27,7 @@ class Site:
     capacity_bytes: float
     first_device: int
     last_device: int
+    whole: bool = False
 
 
 def sites(model: CostModel, pool: Pool, *, pp: int, tp: int, shard_group: int | None = None) -> list[Site]:
@@ -33,7 +35,7 @@ def sites(model: CostModel, pool: Pool, *, pp: int, tp: int, shard_group: int | 
     size = pool.size // pp
     nodes = sorted(set(pool.node_sizes))
     aligned = len(nodes) == 1 and (size % nodes[0] == 0 or nodes[0] % size == 0)
-    first = _site(model, pool.stage_places(0, size), tp, shard_group)
+    first = _site(model, pool.stage_places(0, size), tp, shard_group, whole=pp == 1)
     found = [first]
     for stage in range(1, pp):
         places = pool.stage_places(stage, size)
@@ -51,7 +53,7 @@ def _moved(site: Site, places: Sequence[DevicePlace]) -> Site:
     )  # fmt: skip
 
 
-def _site(model: CostModel, places: Sequence[DevicePlace], tp: int, shard_group: int | None) -> Site:
+def _site(model: CostModel, places: Sequence[DevicePlace], tp: int, shard_group: int | None, *, whole: bool = False) -> Site:
     ranks = [place.rank for place in places]
     dp_ranks = ranks[::tp]
     group = shard_group or len(dp_ranks)
@@ -66,7 +68,7 @@ def _site(model: CostModel, places: Sequence[DevicePlace], tp: int, shard_group:
         shard_shape=shape(dp_ranks[:group]), replica_shape=shape(dp_ranks[::group]),
         budget_bytes=min(budget_bytes(model, group_, device) for group_, device in kinds),
         capacity_bytes=min(capacity_bytes(model, group_, device) for group_, device in kinds),
-        first_device=ranks[0], last_device=ranks[-1],
+        first_device=ranks[0], last_device=ranks[-1], whole=whole,
     )  # fmt: skip
 
 
@@ -78,8 +80,4 @@ def capacity_bytes(model: CostModel, group: int, device: str) -> float:
 
 def budget_bytes(model: CostModel, group: int, device: str) -> float:
     """Peak that the job's own tensors may reach: capacity without the process baseline, less the allocator's margin."""
-    profile = model.pricer(device).profile
-    baseline = 0.0 if model.device(device).kind == "cpu_process" else GPU_BASELINE_BYTES
-    if profile is not None and profile.baseline_bytes is not None:
-        baseline = profile.baseline_bytes
-    return (capacity_bytes(model, group, device) - baseline) / model.reserve_factor
+    return (capacity_bytes(model, group, device) - baseline_bytes(model, device)) / model.reserve_factor

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from planner import rules
 from planner.layout import Pool
 from planner.strategy_text import Strategy, recompute_text
+from profiler.opset import OpClass
 from simulator.unit_cost import RecomputeChoice
 from specs.errors import Violation
 from specs.graph import ModelGraph
@@ -99,7 +100,10 @@ class _Enumeration:
     def _recomputes(self) -> list[RecomputeChoice]:
         if "recompute" in self.fixed:
             return [RecomputeChoice(self.fixed["recompute"], tuple(self.fixed.get("op_classes", ())))]
-        return [RecomputeChoice(), RecomputeChoice(RecomputeMode.FULL)]
+        choices = [RecomputeChoice(), RecomputeChoice(RecomputeMode.FULL)]
+        if self.workload.attention_kernel == "math":  # drops the scores; flash attention keeps none, so there it saves nothing
+            choices.insert(1, RecomputeChoice(RecomputeMode.SELECTIVE, (OpClass.ATTENTION.value,)))
+        return choices
 
     def _reject(self, violations: Sequence[Violation], count: int = 1) -> bool:
         for violation in violations:

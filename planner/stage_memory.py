@@ -36,7 +36,7 @@ def in_flight(schedule: str, *, pp: int, num_micro_batches: NDArray[np.int64]) -
 class UnitMemory:
     """Bytes per unit. ``stays``: states and weights that stay gathered. ``kept_grad``: what its gradient adds for the rest of the
     step; ``grad``: the full gradient. ``flat_weights`` / ``flat_grads``: buffers of gathering and reducing. ``forward_gathered`` /
-    ``backward_gathered``: weights gathered while it runs (zero 3)."""
+    ``backward_gathered``: weights gathered while it runs (zero 3). ``tied_grad``: the head's part of a tied gradient that waits."""
 
     stays: Floats
     kept_grad: Floats
@@ -49,6 +49,7 @@ class UnitMemory:
     flat_grads: Floats
     forward_gathered: Floats
     backward_gathered: Floats
+    tied_grad: Floats
 
 
 def unit_memory(
@@ -71,14 +72,19 @@ def unit_memory(
     sharded = zero > 0 and shard_degree > 1
     gathered = weights if zero == 3 and sharded else 0.0 * weights
     ahead = CollectiveOptions().prefetch_units
-    kind = prices.kind_of_unit
+    kind, owner = prices.kind_of_unit, model.tied_owner_unit
+    index = np.arange(len(kind))
+    shared = sizes.tied_weight_bytes if zero == 3 and sharded else 0.0
+    beyond = index - (owner or 0)  # units behind the owner of a tied parameter
     return UnitMemory(
         stays=stays[kind], kept_grad=kept[kind], grad=grads[kind], saved=units.saved_bytes[kind],
         forward_peak=units.forward_peak_bytes[kind], backward_peak=units.backward_peak_bytes[kind],
         output=units.output_bytes[kind],
         flat_weights=rules.flat_copies * weights[kind] if sharded else 0.0 * weights[kind],
         flat_grads=(1 + rules.flat_copies) * grads[kind] if sharded and zero >= 2 else 0.0 * grads[kind],
-        forward_gathered=_window(gathered[kind], ahead), backward_gathered=_window(gathered[kind][::-1], ahead)[::-1],
+        forward_gathered=_window(gathered[kind], ahead) + np.where((beyond > 0) | (beyond < -ahead), shared, 0.0),
+        backward_gathered=_window(gathered[kind][::-1], ahead)[::-1] + np.where((beyond > ahead) | (beyond < 0), shared, 0.0),
+        tied_grad=np.where(beyond > 0, sizes.tied_grad_bytes, 0.0),
     )  # fmt: skip
 
 
@@ -98,8 +104,8 @@ class RangePeaks:
         self.stays, self.grads, self.saved = (_prefix(item) for item in (memory.stays, memory.kept_grad, memory.saved))
         own = np.where(memory.kept_grad < memory.grad, memory.grad, 0.0)
         forward = np.maximum(memory.saved + memory.forward_peak, memory.flat_weights) + memory.forward_gathered
-        first = np.maximum(memory.backward_peak + own, memory.flat_grads) + memory.backward_gathered
-        later = np.maximum(memory.backward_peak + memory.grad, memory.flat_grads) + memory.backward_gathered
+        first = np.maximum(memory.backward_peak + own + memory.tied_grad, memory.flat_grads) + memory.backward_gathered
+        later = np.maximum(memory.backward_peak + memory.grad + memory.tied_grad, memory.flat_grads) + memory.backward_gathered
         self._forward = _running_max(self.saved[:-1] + forward)
         self._first = _running_max(self.saved[1:] + first - self.grads[:-1])
         self._later = _running_max(self.saved[1:] + later)

@@ -42,7 +42,8 @@ def plan_from_strategy(
         raise InvalidInput(violations, subject=f"strategy '{given.text()}'")
     complete = replace(given, dp=dp)
     if given.pp > 1 and given.split is None:
-        complete = _split(complete, pool, cost_model or CostModel(graph, cluster, workload), workload.global_batch)
+        model = (cost_model or CostModel(graph, cluster, workload)).with_loss(given.loss or workload.loss_kernel)
+        complete = _split(complete, pool, model, workload.global_batch)
     return Assembler(graph, cluster, workload).plan(complete, pool)
 
 

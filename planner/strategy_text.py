@@ -5,7 +5,8 @@
 
 Keys come in any order, separated by spaces or semicolons. ``recompute`` is ``none``, ``full`` or
 ``selective:attention+norm`` (op classes of ``profiler.opset``); ``schedule`` one of ``specs.schedule.SCHEDULES``; ``split`` names
-the units of each stage. What is not given has the default of :class:`Strategy`; ``dp`` then follows from the devices.
+the units of each stage, ``loss`` the loss kernel. What is not given has the default of :class:`Strategy`; ``dp`` then follows from
+the devices.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from planner.rules import recompute_classes
 from specs.errors import InvalidInput, Violation, nearest_name
 from specs.plan import RecomputeMode
 from specs.schedule import SCHEDULES
+from specs.training import LOSS_KERNELS
 
 ALIASES: dict[str, str] = {
     "mbs": "micro_batch", "micro_batch_size": "micro_batch", "zero_stage": "zero", "sp": "sequence_parallel",
     "ac": "recompute", "activation_checkpointing": "recompute", "recomputation": "recompute", "tensor_parallel": "tp",
     "pipeline_parallel": "pp", "data_parallel": "dp", "layer_split": "split", "vpp": "chunks", "virtual_stages": "chunks",
+    "loss_kernel": "loss",
 }  # fmt: skip
 SUBJECT = "strategy"
 
@@ -32,8 +35,8 @@ class Strategy:
     """One strategy for all devices. ``dp`` None: all devices that pp x tp leave. ``split`` None: balanced by time and memory.
 
     ``micro_batch`` counts sequences per dp rank and pass. ``shard_group`` None: states shard over all of dp. ``chunks``: stages per
-    pipeline rank, None: as many as the schedule has (1 where it leaves that open). ``sequence_parallel`` has no effect at tp 1,
-    ``schedule``, ``chunks`` and ``split`` none at pp 1.
+    pipeline rank, None: as many as the schedule has (1 where it leaves that open). ``loss`` None: the workload's loss kernel.
+    ``sequence_parallel`` has no effect at tp 1, ``schedule``, ``chunks`` and ``split`` none at pp 1.
     """
 
     pp: int = 1
@@ -48,6 +51,7 @@ class Strategy:
     schedule: str = "1f1b"
     chunks: int | None = None
     split: tuple[int, ...] | None = None
+    loss: str | None = None
 
     @property
     def stages_per_rank(self) -> int:
@@ -78,6 +82,8 @@ class Strategy:
                 parts.append(f"chunks={self.chunks}")
             if self.split is not None:
                 parts.append("split=" + ",".join(str(count) for count in self.split))
+        if self.loss is not None:
+            parts.append(f"loss={self.loss}")
         return " ".join(parts)
 
 
@@ -190,6 +196,13 @@ class _Reader:
         else:
             self.values[name] = value.lower()
 
+    def loss(self, name: str, value: str) -> None:
+        if value.lower() not in LOSS_KERNELS:
+            known, near = list(LOSS_KERNELS), nearest_name(value, LOSS_KERNELS)
+            self._wrong("unknown_loss_kernel", name, f"loss kernel '{value}'", actual=value, allowed=known, nearest=near)
+        else:
+            self.values[name] = value.lower()
+
     def split(self, name: str, value: str) -> None:
         numbers = [_integer(item) for item in value.split(",")]
         if any(number is None for number in numbers):
@@ -210,6 +223,6 @@ _PARSERS: dict[str, Callable[[_Reader, str, str], None]] = {
     "pp": _Reader.positive, "dp": _Reader.positive, "tp": _Reader.positive, "cp": _Reader.only_one, "ep": _Reader.only_one,
     "micro_batch": _Reader.positive, "zero": _Reader.zero, "shard_group": _Reader.positive,
     "sequence_parallel": _Reader.boolean, "recompute": _Reader.recompute, "schedule": _Reader.schedule,
-    "chunks": _Reader.positive, "split": _Reader.split,
+    "chunks": _Reader.positive, "split": _Reader.split, "loss": _Reader.loss,
 }  # fmt: skip
 FIELDS = tuple(item.name for item in fields(Strategy))

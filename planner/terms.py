@@ -128,7 +128,7 @@ def single_stage_s(
     add = accumulation_s(shards, passes, zero=zero, sharded=sharded) @ counts
     last = first + add  # the last backward; with one pass add is 0
     after = partial_grads_s(prices, site, units.partial_grad_elements @ counts)
-    trainable = float(prices.sizes(site.tp_shape.size).trainable @ counts)
+    trainable = float(prices.sizes(site.tp_shape.size, whole=site.whole).trainable @ counts)
     optimizer = optimizer_s(prices, site, device, trainable, zero=zero)
     before_last = m * forward + np.maximum(m - 1, 0) * first + np.maximum(m - 2, 0) * add  # compute before the last backward
     if zero == 0 and site.dp_shape.size > 1:
@@ -195,7 +195,7 @@ def _skew_s(prices: Prices, device: tuple[str, float], site: Site, work_s: Any) 
 
 def ddp_buckets_s(prices: Prices, site: Site, bucket_bytes: float) -> tuple[float, float]:
     """(all, the last) all-reduce of DDP's buckets, which fill in backward order and close when full."""
-    grads = prices.sizes(site.tp_shape.size).reduce_bytes[prices.kind_of_unit]
+    grads = prices.sizes(site.tp_shape.size, whole=site.whole).reduce_bytes[prices.kind_of_unit]
     times, pending = [0.0], 0.0
     for index in reversed(range(len(grads))):
         pending += float(grads[index])

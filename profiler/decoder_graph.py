@@ -21,7 +21,6 @@ from specs.graph import Block, ModelGraph, Op, ParamSpec, TensorSpec
 _HEAD_DIM, _KV_HEADS, _GROUP = 302, 53, 59
 _HIDDEN, _FFN, _VOCAB, _POSITIONS = 10007, 10009, 20011, 30011
 _EXPERTS, _TOP_K = 101, 67
-_ADAPTER_RANK = 71
 _PARTIAL_ROTARY = 142 / 302
 _LEAST = 46  # smaller numbers in a graph are dims and flags, never sizes
 _TO_THE_END = 2**63 - 1  # of a slice
@@ -44,11 +43,10 @@ def _template_settings(settings: DecoderConfig) -> DecoderConfig:
     """The settings of the structure that ``settings`` is one size of."""
     heads = _KV_HEADS * (_GROUP if settings.heads != settings.kv_heads else 1)
     moe = {"experts": _EXPERTS, "top_k": _TOP_K} if settings.experts else {"experts": 0, "top_k": 0}
-    rank = _ADAPTER_RANK if settings.adapter_rank else 0
     partial = settings.position == "rope" and settings.rotary_dim < settings.head_dim
     return settings.replace(
         architecture="template", hidden=_HIDDEN, layers=2, heads=heads, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM,
-        ffn=_FFN, vocab=_VOCAB, max_positions=_POSITIONS, rotary_fraction=_PARTIAL_ROTARY if partial else 1.0, adapter_rank=rank,
+        ffn=_FFN, vocab=_VOCAB, max_positions=_POSITIONS, rotary_fraction=_PARTIAL_ROTARY if partial else 1.0,
         other={}, **moe,
     )  # fmt: skip
 
@@ -62,7 +60,7 @@ def _numbers(item: DecoderConfig) -> list[int]:
     return [
         item.hidden, item.heads, item.kv_heads, item.head_dim, item.heads * item.head_dim, item.kv_heads * item.head_dim,
         item.rotary_dim, item.rotary_dim // 2, item.head_dim - item.rotary_dim, item.ffn, item.vocab, item.max_positions,
-        item.experts, item.top_k, item.adapter_rank,
+        item.experts, item.top_k,
     ]  # fmt: skip
 
 

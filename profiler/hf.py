@@ -39,8 +39,7 @@ class DecoderConfig(Spec):
     ``latent`` replaces plain attention. The first ``dense_layers`` of a mixture have an MLP of width ``dense_ffn`` instead of
     experts. ``shared_ffn``: width of the expert that every token takes. ``expert_input``: width that tokens are projected to
     before the routed experts and back after (0 = the hidden size). ``pattern``: one letter of ``hf_layers.MIXERS`` for each
-    layer where a layer is a single mixer. ``adapter_rank``: of LoRA adapters beside the attention projections, everything else
-    frozen (0 = none).
+    layer where a layer is a single mixer.
     """
 
     architecture: str
@@ -75,7 +74,6 @@ class DecoderConfig(Spec):
     shared_ffn: int = 0
     expert_input: int = 0
     router: Literal["softmax", "sigmoid"] = "softmax"
-    adapter_rank: int = 0
     other: dict[str, Any] = {}
 
     @property

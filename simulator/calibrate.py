@@ -157,12 +157,13 @@ class _Fit:
 
     def _predictions(self, x: Vector) -> list[Prediction]:
         factors = Factors.from_values({name: math.exp(value) for name, value in zip(FACTORS, x.tolist(), strict=True)})
-        models: dict[tuple[int, str], CostModel] = {}
+        models: dict[tuple[int, str, str], CostModel] = {}
         found = []
         for run in self.runs:
-            key = (id(run.graph), run.workload.content_hash())
+            key = (id(run.graph), run.workload.content_hash(), run.plan.loss_kernel)
             if key not in models:
-                models[key] = CostModel(run.graph, self.cluster, run.workload, self.profile, factors=factors)
+                model = CostModel(run.graph, self.cluster, run.workload, self.profile, factors=factors)
+                models[key] = model.for_plan(run.plan)
             found.append(prediction_of(models[key], run.plan, simulate(models[key], run.plan)))
         return found
 

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from profiler.adapters import with_adapters
 from profiler.interpolate import curve
 from profiler.opset import Kernels
 from profiler.placement import place_block
@@ -20,6 +21,7 @@ from simulator.software import NATIVE, Software
 from simulator.unit_cost import RecomputeChoice, UnitCost, unit_cost
 from specs.cluster import ClusterSpec, DeviceType
 from specs.graph import DTYPE_BYTES, Block, ModelGraph
+from specs.plan import Plan
 from specs.profile import DeviceProfile, Profile
 from specs.training import TrainingSpec
 
@@ -54,16 +56,28 @@ class CostModel:
         software: Software = NATIVE,
         factors: Factors = UNCALIBRATED,
     ) -> None:
-        self.graph, self.cluster, self.workload, self.profile, self.software = graph, cluster, workload, profile, software
+        self.graph = graph if workload.adapters is None else with_adapters(graph, workload.adapters)
+        self.cluster, self.workload, self.profile, self.software = cluster, workload, profile, software
         self.factors = factors
         self.network = Network(cluster, profile, factors)
         self.seq = workload.max_seq_len
         self.precision = workload.precision
-        self.unit_blocks: list[str] = [segment.block for segment, _ in graph.units()]
-        self._blocks: dict[str, Block] = {block.name: block for block in graph.blocks}
+        self.unit_blocks: list[str] = [segment.block for segment, _ in self.graph.units()]
+        self._blocks: dict[str, Block] = {block.name: block for block in self.graph.blocks}
         self._pricers: dict[str, OpPricer] = {}
         self._units: dict[tuple[object, ...], UnitCost] = {}
-        self._params: dict[tuple[str, int, int, bool], UnitParams] = {}
+        self._params: dict[tuple[str, int, int, bool, bool], UnitParams] = {}
+
+    def for_plan(self, plan: Plan) -> CostModel:
+        """These prices with the loss kernel that the plan names; itself where that is the workload's."""
+        return self.with_loss(plan.loss_kernel or self.workload.loss_kernel)
+
+    def with_loss(self, kernel: str) -> CostModel:
+        """These prices with that loss kernel; itself where it is the workload's."""
+        if kernel == self.workload.loss_kernel:
+            return self
+        workload = self.workload.replace(loss_kernel=kernel)
+        return CostModel(self.graph, self.cluster, workload, self.profile, software=self.software, factors=self.factors)
 
     @property
     def num_units(self) -> int:
@@ -112,32 +126,50 @@ class CostModel:
             )  # fmt: skip
         return self._units[key]
 
-    def params(self, block: str, tp: int, ep: int = 1, *, whole_experts: bool = False) -> UnitParams:
+    def params(self, block: str, tp: int, ep: int = 1, *, whole_experts: bool = False, with_owner: bool = False) -> UnitParams:
         """Parameters of one instance of ``block`` on one of ``tp`` ranks that holds 1/``ep`` of its experts, split over tp as well
-        or not."""
-        key = (block, tp, ep, whole_experts)
+        or not. ``with_owner``: the owners of its tied parameters are on the same rank, which then holds them once.
+        """
+        key = (block, tp, ep, whole_experts, with_owner)
         if key not in self._params:
             placed = with_local_experts(place_block(self._blocks[block], tp, whole_experts, whole_experts=whole_experts), ep)
             experts = expert_params(placed) if ep > 1 else set()
             specs = {param.name: param for param in self._blocks[block].params if not param.buffer}
             sizes = {name: _elements(placed.params[name].shape) for name in specs}
             aliases = {alias for alias, _ in self.graph.tied}
+            own = {name: param for name, param in specs.items() if not (with_owner and param.fqn in aliases)}
             self._params[key] = UnitParams(
-                trainable=sum(sizes[name] for name, param in specs.items() if param.trainable),
-                frozen=sum(sizes[name] for name, param in specs.items() if not param.trainable),
-                num_tensors=len(specs),
+                trainable=sum(sizes[name] for name, param in own.items() if param.trainable),
+                frozen=sum(sizes[name] for name, param in own.items() if not param.trainable),
+                num_tensors=len(own),
                 tied_alias=sum(sizes[name] for name, param in specs.items() if param.fqn in aliases),
-                expert=sum(sizes[name] for name, param in specs.items() if name in experts and param.trainable),
+                expert=sum(sizes[name] for name, param in own.items() if name in experts and param.trainable),
             )
         return self._params[key]
 
     @cached_property
+    def tied_owner_unit(self) -> int | None:
+        """The unit that owns the tied parameters (the embedding of most models), ``None`` where nothing is tied."""
+        owners = {owner for _, owner in self.graph.tied}
+        blocks = {block.name for block in self.graph.blocks if any(param.fqn in owners for param in block.params)}
+        return next((index for index, block in enumerate(self.unit_blocks) if block in blocks), None)
+
+    @cached_property
     def state_bytes_per_param(self) -> tuple[float, float, float]:
-        """(weight, gradient, optimizer state with master weight) bytes of one trainable parameter, unsharded."""
+        """(weight, gradient with its accumulation buffer, optimizer state with master weight) bytes of one trainable parameter,
+        unsharded."""
         precision, optimizer = self.precision, self.workload.optimizer
         master = DTYPE_BYTES[precision.master_dtype] if precision.master_dtype is not None else 0.0
         states = optimizer.states_per_param * DTYPE_BYTES[optimizer.state_dtype] + master
-        return DTYPE_BYTES[precision.param_dtype], DTYPE_BYTES[precision.grad_dtype], states
+        grad = DTYPE_BYTES[precision.grad_dtype]
+        if precision.accumulate_dtype is not None:
+            grad += DTYPE_BYTES[precision.accumulate_dtype]
+        return DTYPE_BYTES[precision.param_dtype], grad, states
+
+    @property
+    def frozen_bytes_per_param(self) -> float:
+        """Bytes of the weight of a parameter that is not trained."""
+        return DTYPE_BYTES[self.precision.frozen_dtype or self.precision.param_dtype]
 
     def optimizer_s(self, device: str, num_params: float) -> float:
         """Seconds of one optimizer step on ``num_params`` local parameters."""

@@ -12,20 +12,25 @@ With no master weight the sharded weight itself (w/G) stays beside the gathered 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from simulator.stage_cost import StageCost
+from simulator.unit_cost import UnitCost
 from specs.plan import CollectiveOptions
 from specs.schedule import Action, passes_of
+
+# Beside op classes: inputs and gradients that stay after the first part of a split backward until weight gradients are made.
+WAITING = "weight gradients to come"
 
 
 @dataclass
 class MemoryPeak:
-    """The fullest moment of a rank."""
+    """The fullest moment of a rank. ``saved_by_class``: the activations by the class of the op that keeps them."""
 
     bytes: float = 0.0
     terms: dict[str, float] = field(default_factory=dict)
     moment: str = ""
+    saved_by_class: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,26 @@ class MemoryRules:
     extra_grad_bytes: float = 0.0
     extra_state_bytes: float = 0.0
     buffer_bytes: float = 0.0
+
+
+@dataclass(slots=True)
+class _Keeper:
+    """How many times a unit's saved tensors are held: all of them, or those that wait for its weight gradients."""
+
+    unit: UnitCost
+    for_weights: bool
+    count: int = 0
+
+
+def _by_class(keepers: Sequence[_Keeper]) -> dict[str, float]:
+    """Bytes held by the class of the op that keeps them."""
+    found: dict[str, float] = {}
+    for keeper in keepers:
+        unit = keeper.unit
+        sizes = {WAITING: unit.weight_saved_bytes} if keeper.for_weights else unit.saved_by_class
+        for name, size in sizes.items():
+            found[name] = found.get(name, 0.0) + keeper.count * size
+    return found
 
 
 class RankMemory:
@@ -69,9 +94,11 @@ class RankMemory:
         self.outputs = 0.0
         self.grads = 0.0
         self._has_grad: set[tuple[int, int]] = set()
+        self._keepers: dict[tuple[int, bool], _Keeper] = {}
+        self._keepers_at_peak: list[_Keeper] = []
         self._static = self._static_terms()
         self._held = sum(self._static.values()) + self.rules.buffer_bytes
-        self._kept = sum(cost.num_params * cost.weight_bytes for cost in stages.values() if cost.stage.zero in (1, 2))
+        self._kept = sum(cost.local_weight_bytes for cost in stages.values() if cost.stage.zero in (1, 2))
         self._windows: dict[tuple[int, int, int], float] = {}
 
     def run(self) -> MemoryPeak:
@@ -88,16 +115,25 @@ class RankMemory:
                     self._backward(action, whole=action.kind == "B")
                     self._beside = 0.0
         self._note("optimizer step", workspace=0.0, gathered=self._kept)
+        self.peak.saved_by_class = _by_class(self._keepers_at_peak)
         return self.peak
+
+    def _keep(self, unit: UnitCost, count: int, *, for_weights: bool = False) -> None:
+        """A unit's saved tensors come (+1) or go (-1); ``for_weights``: those that wait for its weight gradients."""
+        self.saved += count * (unit.weight_saved_bytes if for_weights else unit.saved_bytes)
+        key = (id(unit), for_weights)
+        if key not in self._keepers:
+            self._keepers[key] = _Keeper(unit, for_weights)
+        self._keepers[key].count += count
 
     def _static_terms(self) -> dict[str, float]:
         terms = {"params": 0.0, "optimizer": 0.0, "grads": 0.0}
         for cost in self.stages.values():
             share = cost.state_share
             if cost.stage.zero == 0:
-                terms["params"] += cost.num_params * cost.weight_bytes
+                terms["params"] += cost.local_weight_bytes
             elif not cost.has_master or cost.stage.zero == 3:
-                terms["params"] += cost.num_params * cost.weight_bytes * share
+                terms["params"] += cost.local_weight_bytes * share
             terms["optimizer"] += cost.num_trainable * (cost.state_bytes + self.rules.extra_state_bytes) * share
             terms["grads"] += cost.num_trainable * self.rules.extra_grad_bytes
             if self._is_ddp(cost):
@@ -117,7 +153,9 @@ class RankMemory:
         key = (stage, index, step)
         if key not in self._windows:
             ahead = range(index, index + step * (self.options.prefetch_units + 1), step)
-            self._windows[key] = sum(cost.unit_weight_bytes(unit) for unit in ahead if 0 <= unit < len(cost.params))
+            # units that share a parameter are gathered together: it is there from the first of them to the last
+            shared = 0.0 if cost.tied_owner is None or cost.tied_owner in ahead else cost.tied_params * cost.weight_bytes
+            self._windows[key] = shared + sum(cost.unit_weight_bytes(unit) for unit in ahead if 0 <= unit < len(cost.params))
         return self._windows[key]
 
     def _flat_weights(self, cost: StageCost, index: int) -> float:
@@ -131,7 +169,7 @@ class RankMemory:
             self._note(action, unit.saved_bytes + unit.forward_peak_bytes, gathered)
             if cost.shard_degree > 1:
                 self._note(action, 0.0, gathered, self._flat_weights(cost, index))
-            self.saved += unit.saved_bytes
+            self._keep(unit, 1)
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs += cost.units[-1].output_bytes
 
@@ -142,10 +180,10 @@ class RankMemory:
             unit = cost.units[index]
             if whole:
                 self._gradients(action, index, unit.backward_peak_bytes, self._gathered(action.stage, index, -1))
-                self.saved -= unit.saved_bytes
             else:
                 self._note(action, unit.input_backward_peak_bytes, self._gathered(action.stage, index, -1))
-                self.saved += unit.weight_saved_bytes - unit.saved_bytes
+                self._keep(unit, 1, for_weights=True)
+            self._keep(unit, -1)
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs -= cost.units[-1].output_bytes
 
@@ -154,7 +192,7 @@ class RankMemory:
         cost = self.stages[action.stage]
         for index in reversed(range(len(cost.units))):
             self._gradients(action, index, 0.0, self._kept)
-            self.saved -= cost.units[index].weight_saved_bytes
+            self._keep(cost.units[index], -1, for_weights=True)
 
     def _gradients(self, action: Action, index: int, workspace: float, gathered: float) -> None:
         """A unit's gradients appear, on top of ``workspace``; where sharded they are then reduced from flat buffers."""
@@ -165,6 +203,8 @@ class RankMemory:
             self._has_grad.add((action.stage, index))
             self.grads += self._kept_grads(cost, full)
             transient = full if self._kept_grads(cost, full) < full else 0.0
+        if cost.tied_owner is not None and index > cost.tied_owner:  # the head's part waits for that of the embedding
+            transient += cost.tied_params * cost.grad_bytes
         self._note(action, workspace + transient, gathered)
         if cost.stage.zero >= 2 and cost.shard_degree > 1:
             self._note(action, 0.0, gathered, (1 + self.rules.flat_copies) * full)
@@ -191,3 +231,4 @@ class RankMemory:
             }  # fmt: skip
             terms["grads"] += self.grads
             self.peak = MemoryPeak(total, terms, f"{moment}")
+            self._keepers_at_peak = [replace(keeper) for keeper in self._keepers.values()]

@@ -50,7 +50,9 @@ class MemoryWalk:
                     self.sizes[op.inputs[0].root] *= FUSED_LOSS_CHUNK
         self.saved_by_op = [self._saved(op, price) for op, price in zip(placed.ops, prices, strict=True)]
         self.recomputed = self._recomputed_ops()
-        self.kept_by_op = [set() if index in self.recomputed else saved for index, saved in enumerate(self.saved_by_op)]
+        self.kept_by_op = [
+            self._inputs_to_rerun(index) if index in self.recomputed else saved for index, saved in enumerate(self.saved_by_op)
+        ]
         if recompute.by_operator:
             for index, op in enumerate(placed.ops):
                 self.kept_by_op[index] = set() if index in self.recomputed else {tensor.root for tensor in op.outputs}
@@ -65,6 +67,15 @@ class MemoryWalk:
         tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
         tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
         return {tensor.root for tensor in tensors if tensor.root not in self.weights}
+
+    def _inputs_to_rerun(self, index: int) -> set[str]:
+        """Attention runs again from its queries, keys and values, unless their ops run again as well; element-wise ops and norms
+        start from what their neighbours keep."""
+        op = self.placed.ops[index]
+        if op.op_class != OpClass.ATTENTION:
+            return set()
+        made = {tensor.root for other in self.recomputed for tensor in self.placed.ops[other].outputs}
+        return {tensor.root for tensor in op.inputs} - made - self.weights
 
     def _recomputed_ops(self) -> frozenset[int]:
         """Positions of the ops that selective recompute runs again."""
@@ -95,6 +106,19 @@ class MemoryWalk:
         if self.recompute.mode == RecomputeMode.FULL:
             return sum(self.bytes_of(tensor) for tensor in self.placed.inputs)
         return self.all_saved_bytes()
+
+    def saved_by_class(self) -> dict[str, float]:
+        """The same by the class of the op that keeps it first; with full recompute all of it is the unit's input."""
+        if self.recompute.mode == RecomputeMode.FULL:
+            return {"unit input": self.saved_bytes()}
+        found: dict[str, float] = {}
+        seen: set[str] = set()
+        for index, op in enumerate(self.placed.ops):
+            own = sum(self.sizes[root] for root in self.kept_by_op[index] - seen) + self._extra(index)
+            seen |= self.kept_by_op[index]
+            if own:
+                found[op.op_class.value] = found.get(op.op_class.value, 0.0) + own
+        return found
 
     def forward_peak(self) -> float:
         """Most bytes held during forward beyond what is kept at its end (the unit's input not counted unless kept)."""

@@ -7,24 +7,18 @@ from collections.abc import Iterable
 from simulator.cost_model import CostModel
 from simulator.efficiency import peak_flop_per_s
 from simulator.interval import exposures, interval
-from simulator.memory import MemoryPeak, MemoryRules, RankMemory
-from simulator.runtime_rules import memory_rules_for
+from simulator.rank_memory import GPU_BASELINE_BYTES, fill, memory_flags, rank_memory, recompute_flags
 from simulator.step import RankStep, StepResult, StepSimulation
 from simulator.unit_cost import SourceShare
 from specs.base import Provenance
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
 from specs.plan import Plan
-from specs.prediction import Assumption, MemoryPrediction, Prediction, PriceSource, RankPrediction
+from specs.prediction import Assumption, FabricLink, Prediction, PriceSource, RankPrediction
 from specs.profile import Profile
 from specs.schedule import splits_backward
 from specs.terms import TIME_TERMS
 from specs.training import TrainingSpec
-
-# Above this share of the capacity an allocator starts to thrash: a performance risk even though it fits.
-RISK_FRACTION = 0.95
-# Context of a CUDA process with its communicators; published values lie between 1 and 3 GB.
-GPU_BASELINE_BYTES = 1.5e9
 
 MFU_CONVENTION = "model FLOP (multiply-add = 2, backward 2x, attention not halved for causality, no recompute) / dense peak"
 
@@ -39,7 +33,7 @@ def predict(
     cost_model: CostModel | None = None,
 ) -> Prediction:
     """Predict one step of ``plan``. ``cluster`` is resolved; the plan is taken as valid (``planner.validate`` judges it)."""
-    model = cost_model or CostModel(graph, cluster, workload, profile)
+    model = (cost_model or CostModel(graph, cluster, workload, profile)).for_plan(plan)
     return prediction_of(model, plan, simulate(model, plan))
 
 
@@ -52,7 +46,7 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
     """Assemble the document from a simulated step."""
     step = result.step_time_s
     ranks = [_rank_prediction(model, plan, rank) for rank in result.ranks]
-    fullest = max(ranks, key=lambda rank: _fill(rank.memory))
+    fullest = max(ranks, key=lambda rank: fill(rank.memory))
     weights = [len(rank.ranks) for rank in ranks]
     waterfall = {
         name: sum(weight * rank.terms.get(name, 0.0) for weight, rank in zip(weights, ranks, strict=True)) / sum(weights)
@@ -83,76 +77,51 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
             PriceSource(source=name.value, seconds=shares[name].seconds, num_ops=shares[name].num_ops) for name in sorted(shares)
         ),
         assumptions=(*_assumptions(model, result.ranks), *_schedule_assumptions(model, plan, result.ranks)),
-        flags=tuple(_flags(ranks)),
+        flags=(*memory_flags([rank.memory for rank in ranks]), *recompute_flags(model, plan)),
+        fabric=tuple(fabric_of(model, plan)),
     )
 
 
 def _rank_prediction(model: CostModel, plan: Plan, rank: RankStep) -> RankPrediction:
     first = next(iter(rank.stages.values()))
-    rules: MemoryRules = memory_rules_for(model.cluster, model.software)
-    num_stages = len(plan.pipelines[rank.pipeline].stages)
-    peak = RankMemory(
-        rank.stages, rank.row, num_stages=num_stages, options=plan.collectives, rules=rules, overlaps=plan.schedule.overlaps
-    ).run()
     return RankPrediction(
         ranks=first.stage.devices,
         stage=min(rank.stages),
         pipeline=rank.pipeline,
         device=first.device,
         terms={name: seconds for name, seconds in rank.terms.items() if seconds > 0},
-        memory=_memory(model, plan, rank, peak),
+        memory=rank_memory(model, plan, rank.pipeline, rank.stages, rank.row),
     )
-
-
-def _memory(model: CostModel, plan: Plan, rank: RankStep, peak: MemoryPeak) -> MemoryPrediction:
-    first = next(iter(rank.stages.values()))
-    baseline = _baseline_bytes(model, first.device)
-    held = (model.factors.memory - 1) * peak.bytes
-    terms = {name: size for name, size in {**peak.terms, "margin": peak.terms.get("margin", 0.0) + held}.items() if size > 0}
-    return MemoryPrediction(
-        peak_bytes=peak.bytes + held,
-        capacity_bytes=min(usable_bytes(model, device) for device in first.stage.devices),
-        reserved_bytes=peak.bytes * model.reserve_factor + baseline,
-        baseline_bytes=baseline,
-        terms=terms,
-        peak_moment=f"stage {min(rank.stages)}: {peak.moment}",
-        peak_rank=first.stage.devices[0],
-    )
-
-
-def _baseline_bytes(model: CostModel, device: str) -> float:
-    """Memory of the process before the job allocates anything."""
-    profile = model.pricer(device).profile
-    if profile is not None and profile.baseline_bytes is not None:
-        return profile.baseline_bytes
-    return 0.0 if model.device(device).kind == "cpu_process" else GPU_BASELINE_BYTES
-
-
-def usable_bytes(model: CostModel, device: int) -> float:
-    """Memory of one device that a job may take: what is free where that is known."""
-    place = model.network.places[device]
-    free = model.cluster.nodes[place.group].free_memory_bytes
-    total = model.device(place.device).memory_bytes
-    return total if free is None else min(free, total)
-
-
-def _fill(memory: MemoryPrediction) -> float:
-    return (memory.reserved_bytes or memory.peak_bytes) / memory.capacity_bytes
 
 
 def fits(prediction: Prediction) -> bool:
     """Whether the fullest rank keeps below its capacity, allocator margin and process baseline included. A long step that is
     continued from a short one has no ranks of its own, but its fullest one's memory."""
-    return _fill(prediction.memory) <= 1.0
+    return fill(prediction.memory) <= 1.0
 
 
-def _flags(ranks: Iterable[RankPrediction]) -> list[str]:
-    worst = max(_fill(rank.memory) for rank in ranks)
-    if worst > 1:
-        return ["does_not_fit"]
-    if worst > RISK_FRACTION:
-        return ["memory_above_95_percent"]
-    return ["tight"] if worst > 0.90 else []
+def fabric_of(model: CostModel, plan: Plan) -> list[FabricLink]:
+    """The links that the plan's devices talk over, as they were priced: no time means anything without them."""
+    used = [model.network.places[device] for item in plan.pipelines for stage in item.stages for device in stage.devices]
+    nodes = {place.node for place in used}
+    found = []
+    for index in sorted({place.group for place in used}):
+        group = model.cluster.nodes[index]
+        per_node = max(sum(1 for place in used if place.node == node) for node in {p.node for p in used if p.group == index})
+        links = [("intra", group.intra)] if per_node > 1 else []
+        links += [("inter", group.inter)] if len(nodes) > 1 else []
+        for tier, link in links:
+            if link is not None:
+                found.append(
+                    FabricLink(
+                        tier=tier, nodes=group.name or group.preset or f"{group.count} x {group.devices_per_node} {group.device}",
+                        kind=link.kind, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s,
+                        oversubscription=model.cluster.oversubscription if tier == "inter" else 1.0,
+                        source=link.provenance.get("bandwidth_bytes_per_s", "given"),
+                        measured=model.network.table is not None or bool(link.curves),
+                    )
+                )  # fmt: skip
+    return found
 
 
 def _shares(ranks: Iterable[RankStep]) -> dict[Provenance, SourceShare]:
@@ -240,6 +209,10 @@ def _assumptions(model: CostModel, ranks: list[RankStep]) -> list[Assumption]:
     unknown = sorted({op for rank in ranks for cost in rank.stages.values() for unit in cost.units for op in unit.unknown_ops})
     if unknown:
         found.append(Assumption(what="ops without a rule, priced as memory-bound", value=unknown))
+    if model.precision.frozen_dtype == "int4":
+        found.append(
+            Assumption(what="frozen 4-bit weights: scales of their blocks and unpacked copies during products are not counted")
+        )
     if model.workload.seq_len_histogram:
         found.append(Assumption(what="time and memory are those of the longest sequence in the histogram", value=model.seq))
     return found

@@ -16,7 +16,10 @@ from specs.plan import Pipeline, Plan, Stage
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage on its slowest rank. Units are in model order; ``slowdown`` >= 1 multiplies compute times."""
+    """A stage on its slowest rank. Units are in model order; ``slowdown`` >= 1 multiplies compute times.
+
+    ``tied_owner``: the unit whose ``tied_params`` another unit of the stage uses as well (``None``: none here).
+    """
 
     stage: Stage
     device: str
@@ -32,6 +35,9 @@ class StageCost:
     state_bytes: float
     has_master: bool
     reduce_bytes: float = 0.0
+    frozen_bytes: float = 0.0
+    tied_owner: int | None = None
+    tied_params: float = 0.0
     expert_shape: GroupShape | None = None
 
     @property
@@ -61,18 +67,18 @@ class StageCost:
         return sum(item.trainable * self.share(item) for item in self.params) / self.num_trainable
 
     @cached_property
-    def num_params(self) -> float:
-        """Local parameters before sharding over dp."""
-        return sum(item.total for item in self.params)
+    def num_trainable(self) -> float:
+        """Local trainable parameters before sharding over dp."""
+        return sum(item.trainable for item in self.params)
 
     @cached_property
-    def num_trainable(self) -> float:
-        """Trainable ones of them."""
-        return sum(item.trainable for item in self.params)
+    def local_weight_bytes(self) -> float:
+        """Bytes of all local parameters, gathered."""
+        return sum(self.unit_weight_bytes(index) for index in range(len(self.params)))
 
     def unit_weight_bytes(self, index: int) -> float:
         """Bytes of a unit's gathered parameters."""
-        return self.params[index].total * self.weight_bytes
+        return self.params[index].trainable * self.weight_bytes + self.params[index].frozen * self.frozen_bytes
 
     def unit_grad_bytes(self, index: int) -> float:
         """Bytes of a unit's full gradients."""
@@ -145,17 +151,22 @@ def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -
     slowest = max(priced, key=lambda name: priced[name][0])
     shard, replica = shard_ranks(stage)
     weight, grad, states = model.state_bytes_per_param
+    whole = stage.num_units == model.num_units  # then tied parameters are there once
+    mesh = stage.mesh
+    params = tuple(
+        model.params(model.unit_blocks[unit], mesh.tp, mesh.ep, whole_experts=mesh.whole_experts, with_owner=whole)
+        for unit in unit_range(stage)
+    )
     return StageCost(
         stage=stage, device=slowest, slowdown=max(place.slowdown for place in places if place.device == slowest),
         units=priced[slowest][1],
-        params=tuple(
-            model.params(model.unit_blocks[unit], stage.mesh.tp, stage.mesh.ep, whole_experts=stage.mesh.whole_experts)
-            for unit in unit_range(stage)
-        ),
+        params=params, tied_owner=model.tied_owner_unit if whole else None,
+        tied_params=sum(item.tied_alias for item in params) if whole else 0.0,
         tp_shape=tp_shape, shard_shape=model.network.shape(shard), replica_shape=model.network.shape(replica),
         dp_shape=model.network.shape(gradient_ranks(stage)), weight_bytes=weight, grad_bytes=grad, state_bytes=states,
         has_master=model.precision.master_dtype is not None, reduce_bytes=DTYPE_BYTES[model.precision.reduce_dtype],
         expert_shape=model.network.shape(expert_ranks(stage)[:: stage.mesh.ep]) if stage.mesh.ep > 1 else None,
+        frozen_bytes=model.frozen_bytes_per_param,
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ class StateComm:
         seconds = moved = 0.0
         for index in indices:
             unit = cost.params[index]
-            dense, expert = (unit.total - unit.expert) * cost.weight_bytes, unit.expert * cost.weight_bytes
+            expert = unit.expert * cost.weight_bytes
+            dense = cost.unit_weight_bytes(index) - expert
             calls = max(1, unit.num_tensors) if self.by_tensor else 1
             seconds += calls * self.network.collective("all_gather", dense / calls, cost.shard_shape).seconds
             moved += dense * (cost.shard_degree - 1) / cost.shard_degree

@@ -41,7 +41,7 @@ class UnitCost:
 
     Seconds: compute forward, backward (recompute apart), and tensor-parallel collectives of each. Bytes: kept between
     forward and backward (``saved_bytes``, the unit's input included when something needs it); most held beyond that during forward
-    and during backward; size of the residual stream that enters and leaves.
+    and during backward; size of the residual stream that enters and leaves; what is kept, by the class of the op that keeps it.
 
     Backward may be split: ``weight_grad_s`` of ``backward_s`` can run later, and then ``weight_saved_bytes`` stay until it has
     run, ``input_backward_peak_bytes`` is the most held in the rest beyond ``saved_bytes``, and tensor-parallel collectives take
@@ -72,6 +72,7 @@ class UnitCost:
     exchange_bytes: float = 0.0
     by_source: dict[Provenance, SourceShare] = field(default_factory=dict)
     unknown_ops: tuple[str, ...] = ()
+    saved_by_class: dict[str, float] = field(default_factory=dict)
 
     @property
     def total_forward_s(self) -> float:
@@ -144,6 +145,7 @@ def unit_cost(
         exchange_bytes=exchanged.num_bytes,
         by_source=_by_source(prices),
         unknown_ops=tuple(sorted({price.target for price in prices if not price.known})),
+        saved_by_class=walk.saved_by_class(),
     )
 
 

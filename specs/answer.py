@@ -45,6 +45,9 @@ class BrokenLimit(Spec):
     available: float | None = None
     unit: str = ""
     relaxations: tuple[str, ...] = ()
+    state_bytes: float | None = Field(default=None, description="memory: states of one device when split over all of them")
+    devices_for_states: int | None = Field(default=None, description="memory: fewest devices that hold the states alone")
+    offload_host_bytes: float | None = Field(default=None, description="memory: host memory that the optimizer's states would need")
 
 
 class PlanAnswer(Document):

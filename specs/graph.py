@@ -21,7 +21,7 @@ from specs.expr import Expr
 
 DTYPE_BYTES: dict[str, float] = {
     "float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5, "int64": 8, "int32": 4,
-    "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "int4": 0.5,
 }  # fmt: skip
 
 

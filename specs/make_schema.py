@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from specs.accounting import Utilization
 from specs.answer import PlanAnswer
 from specs.base import Document
 from specs.calibration import Calibration
@@ -18,6 +19,7 @@ from specs.catalogue import Catalogue
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
 from specs.measurement import Comparison, Measurement
+from specs.memory import MemoryReport
 from specs.plan import Plan
 from specs.prediction import Prediction
 from specs.profile import Profile
@@ -26,7 +28,7 @@ from specs.units import HUMAN_SUFFIXES, human_names
 
 DOCUMENTS: tuple[type[Document], ...] = (
     ModelGraph, ClusterSpec, TrainingSpec, Profile, Plan, Prediction, PlanAnswer, Measurement, Comparison, Calibration,
-    Catalogue,
+    Catalogue, MemoryReport, Utilization,
 )  # fmt: skip
 DIRECTORY = Path(__file__).parent / "schema"
 UNIT_NAMES = {

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from specs.base import Document, Spec
 from specs.plan import Plan
+from specs.prediction import FabricLink
 from specs.training import TrainingSpec
 
 
@@ -69,4 +70,5 @@ class Comparison(Document):
     peak_memory: Difference
     terms: dict[str, Difference]
     inside_interval: bool
+    fabric: tuple[FabricLink, ...] = Field(default=(), description="the links that the prediction rests on")
     notes: tuple[str, ...] = ()

@@ -190,6 +190,7 @@ class Plan(Document):
     schedule: PipelineSchedule = PipelineSchedule()
     collectives: CollectiveOptions = CollectiveOptions()
     straggler: StragglerPolicy = StragglerPolicy()
+    loss_kernel: Literal["", "full", "fused"] = Field(default="", description="of the head and loss; '' = the workload's")
     unused_devices: tuple[int, ...] = ()
 
     @property

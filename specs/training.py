@@ -39,6 +39,11 @@ class Precision(Spec):
     grad_dtype: str = Field(default="bfloat16", description="of the gradient buffer")
     reduce_dtype: str = "bfloat16"
     master_dtype: str | None = "float32"
+    accumulate_dtype: str | None = Field(
+        default=None,
+        description="of a second gradient buffer that micro-batches are added into, beside grad_dtype's; none by default",
+    )
+    frozen_dtype: str | None = Field(default=None, description="of parameters that are not trained; default: param_dtype")
     matmul_dtype: str | None = Field(
         default=None,
         description="of the linear layers' products where narrower than compute_dtype (float8, float4); head and attention keep it",
@@ -57,6 +62,7 @@ PRECISIONS: dict[str, Precision] = {
     ),
     "bf16_mixed": Precision(),  # 2 + 2 + 4 + 8 = 16 bytes per parameter with Adam
     "bf16_mixed_fp32_grad": Precision(grad_dtype="float32", reduce_dtype="float32"),  # 18 bytes per parameter
+    "bf16_mixed_fp32_accumulation": Precision(accumulate_dtype="float32"),  # 20: gradients in both dtypes
     "fp16_mixed": Precision(param_dtype="float16", compute_dtype="float16", grad_dtype="float16", reduce_dtype="float16"),
     "bf16_pure": Precision(master_dtype=None),
 }
@@ -86,6 +92,15 @@ class Optimizer(Spec):
 OPTIMIZER_STATES: dict[str, int] = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 
 
+class Adapters(Spec):
+    """Train low-rank adapters of ``rank`` beside linear layers of all blocks but embedding and head; the model itself is frozen."""
+
+    rank: int = Field(ge=1)
+    beside: Literal["linear", "attention"] = Field(
+        default="linear", description="linear: every linear layer | attention: those right before attention and right after it"
+    )
+
+
 class LengthBin(Spec):
     """``weight`` of sequences of ``length`` tokens in a histogram of lengths."""
 
@@ -104,7 +119,9 @@ class Limits(Spec):
 
 LOSS_KERNELS = ("full", "fused")
 ATTENTION_KERNELS = ("flash", "math")
-PrecisionInput = Literal["fp32", "bf16_mixed", "bf16_mixed_fp32_grad", "fp16_mixed", "bf16_pure"] | Precision
+PrecisionInput = (
+    Literal["fp32", "bf16_mixed", "bf16_mixed_fp32_grad", "bf16_mixed_fp32_accumulation", "fp16_mixed", "bf16_pure"] | Precision
+)
 
 
 def _precision_preset(value: object) -> object:
@@ -125,6 +142,7 @@ class TrainingSpec(Document):
     seq_len_histogram: tuple[LengthBin, ...] = ()
     precision: Annotated[Precision, BeforeValidator(_precision_preset, json_schema_input_type=PrecisionInput)] = Precision()
     optimizer: Optimizer = Optimizer()
+    adapters: Adapters | None = Field(default=None, description="train low-rank adapters only (LoRA); None: every parameter")
     loss_kernel: str = Field(default="full", description="full (logits materialised) | fused (chunked with the head)")
     attention_kernel: str = Field(default="flash", description="flash | math (materialises the s x s scores)")
     objective: Objective = Objective.STEP_TIME

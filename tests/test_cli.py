@@ -19,7 +19,10 @@ from specs.plan import Plan
 from tests.api_fake import CLUSTER, CONFIG, WORKLOAD, FakeEngine, plan_for, tiny_graph
 from tests.test_report import run as demo_run
 
-VERBS = ("demo", "capture", "profile", "plan", "estimate", "simulate", "run", "compare", "calibrate", "devices", "serve")
+VERBS = (
+    "demo", "capture", "profile", "plan", "estimate", "memory", "mfu", "simulate", "run", "compare", "calibrate", "devices",
+    "serve",
+)  # fmt: skip
 
 
 @pytest.fixture

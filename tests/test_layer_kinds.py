@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.support import plan_violations
+from profiler.adapters import with_adapters
 from profiler.capture import capture_config, capture_module, example_tokens
 from profiler.decoder_graph import decoder_graph
 from profiler.hf import DecoderConfig, adapt
@@ -25,6 +26,7 @@ from specs.errors import InvalidInput
 from specs.expr import Expr
 from specs.graph import Block, ModelGraph
 from specs.plan import Mesh, Pipeline, Plan, Stage
+from specs.training import Adapters
 
 BASE: dict[str, Any] = {
     "architecture": "any", "hidden": 96, "layers": 3, "heads": 4, "kv_heads": 4, "head_dim": 24, "ffn": 64, "vocab": 320,
@@ -218,19 +220,27 @@ def test_split_state_spaces_and_latent_attention_are_not_executed() -> None:
             assert found == [("plan", "pipelines", 0, "stages", 0, "mesh", "tp")] * refused
 
 
-def test_adapters_train_and_everything_else_is_frozen() -> None:
-    settings = DecoderConfig(**BASE, adapter_rank=4)
-    graph = decoder_graph(settings)
+def test_adapters_beside_attention_train_and_everything_else_is_frozen() -> None:
+    graph = with_adapters(decoder_graph(DecoderConfig(**BASE)), Adapters(rank=4, beside="attention"))
     assert graph.num_params(trainable_only=True) == 3 * 4 * 2 * 4 * 96
-    layer = block_of(graph, "attention.q.narrow.weight")
-    base = next(op for op in layer.ops if "attention.q.base.weight" in op.input_refs())
+    layer = next(block for block in graph.blocks if any(param.fqn.endswith("attention.q.lora_a.weight") for param in block.params))
+    name = {param.fqn.split("attention.")[1]: param.name for param in layer.params if "attention.q." in param.fqn}
+    base = next(op for op in layer.ops if name["q.weight"] in op.input_refs())
     assert base.backward_flop == base.forward_flop  # the gradient of the input alone
-    narrow = next(op for op in layer.ops if "attention.q.narrow.weight" in op.input_refs())
+    narrow = next(op for op in layer.ops if name["q.lora_a.weight"] in op.input_refs())
     assert narrow.backward_flop(1, 1) == 2 * narrow.forward_flop(1, 1)
     placed = place_block(layer, 2, True)
-    assert {name: placed.placements[f"attention.q.{name}.weight"] for name in ("base", "narrow", "widen")} == {
-        "base": 0, "narrow": None, "widen": 0,
+    assert {part: placed.placements[name[f"q.{part}weight"]] for part in ("", "lora_a.", "lora_b.")} == {
+        "": 0, "lora_a.": None, "lora_b.": 0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "expected"), [(DEEPSEEK, {"q", "kv", "kv_down", "o"}), (HYBRID, {"q", "k", "v", "o"})])
+def test_adapters_beside_attention_are_told_by_where_they_stand(settings: DecoderConfig, expected: set[str]) -> None:
+    """Latent attention's rotary keys come straight from ``kv_down``; layers of a hybrid occur once."""
+    graph = with_adapters(decoder_graph(settings), Adapters(rank=4, beside="attention"))
+    names = {param.fqn for block in graph.blocks for param in block.params if ".lora_a." in param.fqn}
+    assert {name.split(".lora_a")[0].rpartition(".")[2] for name in names} == expected
 
 
 # --- adapters of configs ------------------------------------------------------------------------------------------------

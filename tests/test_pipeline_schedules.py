@@ -286,6 +286,17 @@ def test_terms_of_every_rank_sum_to_the_step(name: str, chunks: int, zero: int) 
     assert prediction.link_bytes["dp"] == pytest.approx(whole.link_bytes["dp"], rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_what_is_kept_is_told_by_class_with_a_split_backward_too(name: str) -> None:
+    model = CostModel(layers_only(4), gpu_cluster(4), TrainingSpec(global_batch=8, seq_len=SEQ))
+    plan = make_plan(model.graph, pp=4, num_micro_batches=8, schedule=name, seq_len=SEQ)
+    rules = replace(memory_rules_for(model.cluster, model.software), keeps_stage_outputs=False)
+    for rank in simulate(model, plan).ranks:
+        peak = RankMemory(rank.stages, rank.row, num_stages=4, options=plan.collectives, rules=rules).run()
+        assert peak.terms["activations"] > 0
+        assert sum(peak.saved_by_class.values()) == pytest.approx(peak.terms["activations"])
+
+
 def test_backward_beside_a_forward_holds_both_works() -> None:
     model = CostModel(layers_only(4), gpu_cluster(2), TrainingSpec(global_batch=8, seq_len=SEQ))
     plan = make_plan(model.graph, pp=2, num_micro_batches=8, schedule="dualpipe_v", chunks=2, seq_len=SEQ)

@@ -127,10 +127,13 @@ def test_rows_that_memory_forbids_do_not_fit() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("pp", "dp", "passes"), [(1, 4, 1), (1, 4, 3), (2, 2, 2), (2, 2, 5), (4, 1, 4), (4, 2, 6)])
-def test_memory_of_ranges_is_the_simulated_walk(schedule, zero, pp, dp, passes) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_ranges_is_the_simulated_walk(schedule, zero, pp, dp, passes, tied) -> None:
     if (zero == 3 and pp > 1) or (pp == 1 and schedule == "gpipe"):
         pytest.skip("not in the space")
     graph = llama_graph(layers=6)
+    if tied:
+        graph = graph.replace(tied=(("tail.head.weight", "embed.weight"),))
     cluster = gpu_cluster(pp * dp)
     workload = TrainingSpec(global_batch=dp * passes * 2, seq_len=128)
     model = CostModel(graph, cluster, workload)
@@ -145,8 +148,8 @@ def test_memory_of_ranges_is_the_simulated_walk(schedule, zero, pp, dp, passes) 
         units = [stage_cost(model, plan, pipeline, stage) for stage in pipeline.stages]
         peaks = RangePeaks(
             unit_memory(
-                prices, _prices_of(prices, cluster, mode), prices.sizes(1), zero=zero, shard_degree=dp if zero else 1,
-                ddp=zero == 0 and dp > 1 and pp == 1, num_micro_batches=passes,
+                prices, _prices_of(prices, cluster, mode), prices.sizes(1, whole=pp == 1), zero=zero,
+                shard_degree=dp if zero else 1, ddp=zero == 0 and dp > 1 and pp == 1, num_micro_batches=passes,
             ),
             num_micro_batches=passes, keeps_outputs=True,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli import calibrating, planning, running, serving, validating
+from api.cli import accounting, calibrating, planning, running, serving, validating
 from api.cli.output import ExitCodeGroup, NoColorOption, output
 
 app = typer.Typer(
@@ -36,8 +36,8 @@ def root(
 
 
 for verb in (
-    serving.demo, planning.capture, running.profile, planning.plan, planning.estimate, planning.simulate, running.run,
-    running.compare, calibrating.calibrate, validating.validate, planning.devices, serving.serve,
+    serving.demo, planning.capture, running.profile, planning.plan, planning.estimate, accounting.memory, planning.simulate,
+    running.run, running.compare, calibrating.calibrate, validating.validate, accounting.mfu, planning.devices, serving.serve,
 ):  # fmt: skip
     app.command()(verb)
 

@@ -62,7 +62,7 @@ def show_answer(console: Console, answer: PlanAnswer, *, explain: bool) -> None:
     if answer.rejected:
         counts = ", ".join(f"{reason} {count:,}" for reason, count in answer.rejected.items())
         console.print(f"rejected: {counts}", markup=False)
-    if explain:
+    if explain or answer.plan is None:
         for line in answer.explanation:
             console.print(f"- {line}", markup=False)
     show_assumptions(console, [*answer.assumptions, *(answer.prediction.assumptions if answer.prediction else ())])
@@ -101,6 +101,8 @@ def show_prediction(console: Console, prediction: Prediction) -> None:
         console.print(f"where op times come from: {parts}", style="dim", markup=False)
     if prediction.mfu is not None and prediction.mfu_convention:
         console.print(f"MFU: {prediction.mfu_convention}", style="dim", markup=False)
+    for link in prediction.fabric:
+        console.print(f"fabric: {link.text()}", style="dim", markup=False)
     for flag in prediction.flags:
         console.print(f"warning: {flag.replace('_', ' ')}", style="yellow", markup=False)
 

@@ -19,6 +19,7 @@ PLAN_BY_ID = {
 }
 FORCED_PLAN = {**PLAN_BY_ID, "options": {"strategy": "tp=2 micro_batch=4 recompute=full"}}
 ESTIMATE = {"model": MODEL, "cluster": CLUSTER, "workload": WORKLOAD, "strategy": "tp=8 pp=1 dp=2 micro_batch=1 zero=1"}
+MEMORY = {"model": MODEL, "cluster": CLUSTER, "workload": WORKLOAD, "strategy": "zero=3 micro_batch=1 recompute=full"}
 PROFILE_JOB = {"model": "model-0123456789abcdef", "cluster": "local", "workload": "workload-0123456789abcdef", "quick": True}
 CALIBRATION = {
     "model": "model-0123456789abcdef", "cluster": "cluster-0123456789abcdef", "workload": "workload-0123456789abcdef",
@@ -32,6 +33,7 @@ _BY_KIND: dict[str, dict[str, Any]] = {
     "workload": {"pretraining": WORKLOAD},
     "plan": {"documents": PLAN, "stored documents": PLAN_BY_ID, "with given fields": FORCED_PLAN},
     "estimate": {"a strategy": ESTIMATE},
+    "memory": {"a strategy": MEMORY},
     "profile": {"measure this machine": PROFILE_JOB},
     "calibration": {"from a measured run": CALIBRATION},
     "execution": {"ten steps": EXECUTION},

@@ -15,16 +15,19 @@ from api.report import plan_report
 from api.routes import examples
 from api.routes.documents import PROBLEMS
 from api.routes.jobs import accepted, add_job_routes, add_list_route, answered
-from api.schemas import EstimateRequest, EstimateResource, PlanRequest, PlanResource
+from api.schemas import EstimateRequest, EstimateResource, MemoryRequest, PlanRequest, PlanResource
 from api.service import IdempotencyKey, Service, ServiceDep, job_resource
 from api.store import Job, StoredDocument
 from specs.answer import PlanAnswer
 from specs.errors import InvalidInput, Violation
+from specs.memory import MemoryReport
 from specs.plan import Plan
 
 plans = APIRouter(prefix="/v1/plans", tags=["plans"], responses=PROBLEMS)
 PlanBody = Annotated[PlanRequest, Body(openapi_examples=examples.of("plan"))]
 EstimateBody = Annotated[EstimateRequest, Body(openapi_examples=examples.of("estimate"))]
+MemoryBody = Annotated[MemoryRequest, Body(openapi_examples=examples.of("memory"))]
+memory = APIRouter(prefix="/v1/memory", tags=["memory"], responses=PROBLEMS)
 estimates = APIRouter(prefix="/v1/estimates", tags=["estimates"], responses=PROBLEMS)
 
 
@@ -36,9 +39,11 @@ def plan_resource(job: Job) -> dict[str, Any]:
     return {**resource, "answer": (job.result or {}).get("answer")}
 
 
-def references(request: PlanRequest | EstimateRequest) -> dict[str, Any]:
+def references(request: PlanRequest | EstimateRequest | MemoryRequest) -> dict[str, Any]:
     """The documents that a request names, by kind."""
     named = {"model": request.model, "cluster": request.cluster, "workload": request.workload}
+    if isinstance(request, MemoryRequest):
+        return named
     given = {"profile": request.profile, "calibration": request.calibration}
     return named | {kind: reference for kind, reference in given.items() if reference is not None}
 
@@ -133,6 +138,25 @@ def create_estimate(service: ServiceDep, request: EstimateBody) -> JSONResponse:
     given = request.strategy if request.plan is None else json.dumps(request.plan, sort_keys=True)
     key = (*sorted((kind, row.content_hash) for kind, row in rows.items()), request.plan is None, given)
     return JSONResponse(service.estimates.get(key, lambda: price(service, rows, request)))
+
+
+@memory.post(
+    "",
+    operation_id="create_memory_report",
+    summary="How much memory, before anything runs, at once",
+    response_model=MemoryReport,
+    description="States of every ZeRO stage term by term, activations by unit, logits, offload, and the peak of a strategy. "
+    "No time is simulated and no device is needed.",
+)
+def create_memory_report(service: ServiceDep, request: MemoryBody) -> JSONResponse:
+    """Check the inputs, count."""
+    rows = service.reader.read(references(request))
+    inputs, graph = service.inputs(rows)
+    report = service.engine.memory(
+        graph, inputs.cluster, inputs.workload, request.strategy, micro_batch=request.micro_batch,
+        host_buffer_factor=request.host_buffer_factor,
+    )  # fmt: skip
+    return JSONResponse(full(report))
 
 
 def price(service: Service, rows: dict[str, StoredDocument], request: EstimateRequest) -> dict[str, Any]:

@@ -71,7 +71,6 @@ def model_of(run: PublishedRun, *, vocab_multiple: int = 1) -> Model:
         assumed.append(f"sequences of {settings.max_positions} tokens, the published length")
     if is_adapted(run):
         assumed.append(f"adapters of rank {ADAPTER_RANK} beside the attention projections, the rest frozen")
-        settings = settings.replace(adapter_rank=ADAPTER_RANK)
     settings = settings.replace(max_positions=run.seq_len or settings.max_positions)
     return Model(_with_shared_heads(run, settings, assumed), tuple(assumed))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.validate_runs.clusters import cluster_of
 from planner.validate_runs.frameworks import Framework, framework_of, precision_of
-from planner.validate_runs.models import ENCODERS, model_of
+from planner.validate_runs.models import ADAPTER_RANK, ENCODERS, is_adapted, model_of
 from planner.validate_runs.plans import Sizes, plan_of, sizes_of
 from planner.validate_runs.runs import PublishedRun, SkippedRun
 from profiler.hf import DecoderConfig
@@ -17,7 +17,7 @@ from simulator.steady_state import predict_long
 from specs.errors import InvalidInput
 from specs.graph import ModelGraph
 from specs.prediction import Prediction
-from specs.training import Optimizer, TrainingSpec
+from specs.training import Adapters, Optimizer, TrainingSpec
 
 Capture = Callable[[DecoderConfig], ModelGraph]
 
@@ -145,6 +145,7 @@ def workload_of(run: PublishedRun, framework: Framework, sizes: Sizes) -> Traini
     return TrainingSpec(
         global_batch=sizes.global_batch, seq_len=sizes.seq_len, precision=precision_of(run, framework),
         attention_kernel="flash" if flash else "math", loss_kernel="full", optimizer=Optimizer(state_dtype=framework.state_dtype),
+        adapters=Adapters(rank=ADAPTER_RANK, beside="attention") if is_adapted(run) else None,
     )  # fmt: skip
 
 

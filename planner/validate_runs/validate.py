@@ -66,7 +66,7 @@ def validate_rows(rows: Sequence[Row], capture: Capture, progress: ProgressSink 
 
 
 COLUMNS = (
-    "id", "source", "model", "gpu", "num_gpus", "status", "framework", "strategy", "assumed", "predicted_step_s",
+    "id", "source", "model", "gpu", "num_gpus", "status", "framework", "strategy", "assumed", "fabric", "predicted_step_s",
     "predicted_step_low_s", "predicted_step_high_s", "predicted_tokens_per_s_per_gpu", "predicted_mfu", "predicted_peak_mem_gib",
     "predicted_fits", "measured_step_s", "measured_peak_mem_gib", "step_error", "memory_error",
     *(f"time_{name}_s" for name in TIME_TERMS), *(f"memory_{name}_gib" for name in MEMORY_TERMS),
@@ -96,6 +96,7 @@ def _predicted(item: RunPrediction) -> dict[str, Any]:
         "framework": item.framework,
         "strategy": item.strategy,
         "assumed": "; ".join(item.assumed),
+        "fabric": "; ".join(link.text() for link in prediction.fabric),
         "predicted_step_s": _number(prediction.step_time_s),
         "predicted_step_low_s": _number(prediction.step_time_low_s),
         "predicted_step_high_s": _number(prediction.step_time_high_s),

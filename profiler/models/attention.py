@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiler.hf import DecoderConfig
-from profiler.models.projection import make_projection
 
 
 class Attention(nn.Module):
@@ -22,13 +21,13 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.head_dim, rank = config.head_dim, config.adapter_rank
+        self.head_dim = config.head_dim
         self.rotary_dim, self.rope_theta = config.rotary_dim, config.rope_theta
         self.grouped = config.kv_heads != config.heads
-        self.q = make_projection(config.hidden, width, bias=config.qkv_bias, adapter_rank=rank)
-        self.k = make_projection(config.hidden, kv_width, bias=config.qkv_bias, adapter_rank=rank)
-        self.v = make_projection(config.hidden, kv_width, bias=config.qkv_bias, adapter_rank=rank)
-        self.o = make_projection(width, config.hidden, bias=config.o_bias, adapter_rank=rank)
+        self.q = nn.Linear(config.hidden, width, bias=config.qkv_bias)
+        self.k = nn.Linear(config.hidden, kv_width, bias=config.qkv_bias)
+        self.v = nn.Linear(config.hidden, kv_width, bias=config.qkv_bias)
+        self.o = nn.Linear(width, config.hidden, bias=config.o_bias)
         if self.rotary_dim:
             self.register_buffer("inv_freq", torch.empty(self.rotary_dim // 2), persistent=False)
             self.reset_buffers()

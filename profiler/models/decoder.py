@@ -16,15 +16,11 @@ from profiler.models.init import reset_buffers
 from profiler.models.latent_attention import MultiHeadLatentAttention
 from profiler.models.mamba import Mamba2
 from profiler.models.mlp import MLP, MixtureOfExperts
-from profiler.models.projection import freeze_base
 
 
 def build_model(config: DecoderConfig) -> CausalLM:
     """The decoder of ``config`` on the current default device; under ``torch.device("meta")`` it costs no memory."""
-    model = CausalLM(config)
-    if config.adapter_rank:
-        freeze_base(model)
-    return model
+    return CausalLM(config)
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
