@@ -84,7 +84,7 @@ def unit_memory(
         flat_grads=(1 + rules.flat_copies) * grads[kind] if sharded and zero >= 2 else 0.0 * grads[kind],
         forward_gathered=_window(gathered[kind], ahead) + np.where((beyond > 0) | (beyond < -ahead), shared, 0.0),
         backward_gathered=_window(gathered[kind][::-1], ahead)[::-1] + np.where((beyond > ahead) | (beyond < 0), shared, 0.0),
-        tied_grad=np.where(beyond > 0, sizes.tied_grad_bytes, 0.0),
+        tied_grad=np.where(beyond >= 0, sizes.tied_grad_bytes, 0.0),
     )  # fmt: skip
 
 

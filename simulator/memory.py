@@ -203,7 +203,7 @@ class RankMemory:
             self._has_grad.add((action.stage, index))
             self.grads += self._kept_grads(cost, full)
             transient = full if self._kept_grads(cost, full) < full else 0.0
-        if cost.tied_owner is not None and index > cost.tied_owner:  # the head's part waits for that of the embedding
+        if cost.tied_owner is not None and index >= cost.tied_owner:  # the head's part waits until the embedding's is there
             transient += cost.tied_params * cost.grad_bytes
         self._note(action, workspace + transient, gathered)
         if cost.stage.zero >= 2 and cost.shard_degree > 1:
