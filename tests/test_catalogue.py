@@ -39,12 +39,13 @@ def test_device_figures_are_sane(entry):
     assert 250e9 < entry.memory_bandwidth_bytes_per_s <= 8e12
     assert entry.peak_flop_per_s
     for dtype, peak in entry.peak_flop_per_s.items():
-        assert dtype in ("float32", "tf32", "bfloat16", "float16", "float8")
-        assert 5e12 < peak < 6e15
+        assert dtype in ("float32", "tf32", "bfloat16", "float16", "float8", "float4")
+        assert 5e12 < peak < (6e15 if dtype != "float4" else 16e15)  # 15e15: the datasheet of GB300
         assert entry.matmul_flop_per_s.get(dtype, 0) <= peak * 1.06  # boost above the rated clock exists, doubling does not
     assert set(entry.matmul_flop_per_s) <= set(entry.peak_flop_per_s)
     low, high = entry.peak_flop_per_s.get("bfloat16", 0), entry.peak_flop_per_s.get("float8", float("inf"))
     assert high >= low
+    assert entry.peak_flop_per_s.get("float4", float("inf")) >= 2 * entry.peak_flop_per_s.get("float8", 0)
 
 
 @pytest.mark.parametrize("entry", [*list_devices(), *list_presets()], ids=lambda entry: entry.name)

@@ -155,9 +155,10 @@ def test_nothing_runs_above_the_peak(m: int, n: int, k: int, name: str, dtype: s
 def test_a_product_twice_as_large_takes_longer(m: int, n: int, k: int, name: str, dim: int) -> None:
     """Up to wave steps: time grows from a size to its double, within 5 % (one wave of small tiles may fill the chip better).
 
-    Below 1e8 FLOP a product is all latency, and twice as many tiles pull twice the bandwidth: there it may get quicker.
+    Below 1e9 FLOP (a few microseconds) a product is mostly latency, and twice as many tiles pull twice the bandwidth: there it may
+    get quicker.
     """
-    assume(2 * m * n * k >= 1e8)
+    assume(2 * m * n * k >= 1e9)
     device = catalogue_device(name)
     small, large = [m, n, k], [m, n, k]
     large[dim] *= 2

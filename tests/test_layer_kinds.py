@@ -139,6 +139,19 @@ def test_mixers_look_back_only(module: torch.nn.Module) -> None:
     assert not torch.allclose(before[:, 6:], after[:, 6:], atol=1e-3)
 
 
+@pytest.mark.parametrize("settings", [DEEPSEEK, HYBRID, DecoderConfig(**BASE, adapter_rank=4)], ids=["deepseek", "hybrid", "lora"])
+def test_a_step_reaches_every_trainable_parameter(settings: DecoderConfig) -> None:
+    model = build_model(settings)
+    init_parameters(model, 3)
+    tokens = torch.randint(0, 320, (2, 10), generator=torch.Generator().manual_seed(3))
+    loss = model(tokens, tokens)
+    loss.backward()
+    assert torch.isfinite(loss)
+    trained = {name for name, item in model.named_parameters() if item.requires_grad}
+    assert trained == {name for name, item in model.named_parameters() if item.grad is not None}
+    assert len(trained) == (len(list(model.parameters())) if not settings.adapter_rank else 3 * 4 * 2)
+
+
 def test_shared_and_narrowed_experts_by_hand() -> None:
     module = MixtureOfExperts(HYBRID)
     init_parameters(module, 2)
