@@ -139,7 +139,7 @@ def _fill(memory: MemoryPrediction) -> float:
 
 def fits(prediction: Prediction) -> bool:
     """Whether every rank keeps below its capacity, allocator margin and process baseline included."""
-    return all(_fill(rank.memory) <= 1.0 for rank in prediction.ranks)
+    return _fill(prediction.memory) <= 1.0  # of the fullest rank; a long step that was continued lists no ranks
 
 
 def _flags(ranks: Iterable[RankPrediction]) -> list[str]:
@@ -211,7 +211,7 @@ def _schedule_assumptions(model: CostModel, plan: Plan, ranks: list[RankStep]) -
             found.append(
                 Assumption(what="split backward: share of weight gradients in the measured backward of a product", value=0.5)
             )
-    if plan.schedule.overlaps:
+    if plan.schedule.overlaps and any(pipeline.pp > 1 for pipeline in plan.pipelines):
         found.append(
             Assumption(
                 what=f"{plan.schedule.name}: expert exchange of a forward hides behind the backward beside it and the other way "
