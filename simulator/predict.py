@@ -177,7 +177,7 @@ def _schedule_assumptions(model: CostModel, plan: Plan, ranks: list[RankStep]) -
             found.append(
                 Assumption(what="split backward: share of weight gradients in the measured backward of a product", value=0.5)
             )
-    if plan.schedule.overlaps:
+    if plan.schedule.overlaps and any(pipeline.pp > 1 for pipeline in plan.pipelines):
         found.append(
             Assumption(
                 what=f"{plan.schedule.name}: expert exchange of a forward hides behind the backward beside it and the other way "

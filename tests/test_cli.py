@@ -83,6 +83,18 @@ def test_estimate_of_a_plan_file(tmp_path: Path, files: list[str]) -> None:
     assert second["prediction"] == first["prediction"]
 
 
+@pytest.mark.parametrize("schedule", ["interleaved chunks=2", "zb_h1", "zb_v", "dualpipe_v"])
+def test_schedules_are_estimated_and_simulated(tmp_path: Path, files: list[str], schedule: str) -> None:
+    strategy = f"pp=2 micro_batch=1 schedule={schedule}"
+    answer = as_json("estimate", *files, "--strategy", strategy)
+    assert answer["plan"]["schedule"]["name"] == schedule.split()[0]
+    assert f"schedule={schedule}" in answer["plan"]["strategy"]
+    trace = tmp_path / "trace.json"
+    meshwright("simulate", *files, "--strategy", strategy, "--trace", str(trace))
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert any("B0" in name or "W0" in name for name in names)
+
+
 def test_every_violation_of_a_strategy(files: list[str]) -> None:
     result = meshwright("estimate", *files, "--strategy", "tp=3 micro_batch=3 zeor=1", code=2)
     assert "nearest" in result.stderr

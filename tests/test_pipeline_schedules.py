@@ -16,9 +16,10 @@ from profiler.hf import DecoderConfig
 from profiler.opset import Call, Tensor, describe
 from simulator.cost_model import CostModel
 from simulator.memory import RankMemory
-from simulator.predict import predict, prediction_of, simulate
+from simulator.predict import fits, predict, prediction_of, simulate
 from simulator.pricing import even_share
 from simulator.runtime_rules import memory_rules_for
+from simulator.software import NATIVE
 from simulator.steady_state import predict_long, window
 from simulator.step import StepResult
 from simulator.trace import chrome_trace
@@ -209,6 +210,19 @@ def test_split_backward_takes_as_long_and_holds_no_less() -> None:
     assert unit.input_backward_peak_bytes >= unit.backward_peak_bytes
 
 
+def test_collectives_that_hide_behind_weight_gradients_show_when_these_come_later() -> None:
+    """Megatron sums input gradients beside the weight gradients of the same product; split, the sums stand alone."""
+    found = {}
+    for overlap in ("none", "backward"):
+        software = replace(NATIVE, tp_overlap=overlap)
+        model = CostModel(layers_only(2), gpu_cluster(8), TrainingSpec(global_batch=8, seq_len=SEQ), software=software)
+        shape = model.network.shape(range(4))
+        found[overlap] = model.unit("layer", device="toy", tp_shape=shape, sequence_parallel=False, batch=BATCH)
+    assert found["backward"].tp_backward_s < found["none"].tp_backward_s
+    assert found["none"].tp_split_backward_s == found["none"].tp_backward_s
+    assert found["backward"].tp_split_backward_s == pytest.approx(found["none"].tp_backward_s)
+
+
 def test_recomputed_tensors_stay_for_the_weight_gradients() -> None:
     full = layer_of(recompute=RecomputeChoice(RecomputeMode.FULL))
     assert full.saved_bytes == 2 * SBH
@@ -351,6 +365,13 @@ def test_long_steps_continue_short_ones(name: str, chunks: int, zero: int) -> No
         assert short.waterfall[term] == pytest.approx(seconds, abs=1e-5 * whole.step_time_s)
     if name != "gpipe":  # holds every micro-batch
         assert short.memory.peak_bytes == pytest.approx(whole.memory.peak_bytes)
+
+
+def test_a_long_step_that_does_not_fit_says_so() -> None:
+    model = CostModel(llama_graph(14), gpu_cluster(4, memory_gib=0.3), TrainingSpec(global_batch=40, seq_len=128))
+    short = predict_long(model, lambda passes: make_plan(model.graph, pp=4, num_micro_batches=passes), 40)
+    assert short.ranks == ()
+    assert not fits(short)
 
 
 # --- a published run ------------------------------------------------------------------------------------------------
