@@ -254,8 +254,15 @@ def embedding(call: Call) -> OpRule:
 
 
 def cross_entropy(call: Call) -> OpRule:
-    """Log-softmax and negative log-likelihood: the log-probabilities are kept in float32; backward writes two such tensors."""
+    """Log-softmax and negative log-likelihood: the log-probabilities are kept in float32; backward writes two such tensors.
+
+    ``in_place``: one kernel that keeps the logits as they are and a sum per row, and writes the gradient over them.
+    """
     logits = call.inputs[0]
+    if call.kernels.loss == "in_place":
+        once = (memory_kernel(OpClass.LOSS, logits.bytes),)
+        twice = (memory_kernel(OpClass.LOSS, logits.bytes * 2, backward=True),) if logits.requires_grad else ()
+        return OpRule(OpClass.LOSS, once, twice, (0, 1), (), product(logits.shape[:-1]) * 4)
     kept = logits.numel * 4
     forward = (memory_kernel(OpClass.LOSS, logits.bytes * 2 + kept),)
     backward = (memory_kernel(OpClass.LOSS, kept * 3 + logits.bytes, backward=True),) if logits.requires_grad else ()

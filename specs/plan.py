@@ -190,7 +190,9 @@ class Plan(Document):
     schedule: PipelineSchedule = PipelineSchedule()
     collectives: CollectiveOptions = CollectiveOptions()
     straggler: StragglerPolicy = StragglerPolicy()
-    loss_kernel: Literal["", "full", "fused"] = Field(default="", description="of the head and loss; '' = the workload's")
+    loss_kernel: Literal["", "full", "in_place", "fused"] = Field(
+        default="", description="of the head and loss; '' = the workload's"
+    )
     unused_devices: tuple[int, ...] = ()
 
     @property

@@ -117,7 +117,7 @@ class Limits(Spec):
     allow_algorithm_change: bool = Field(default=False, description="bounded staleness, local SGD and the like")
 
 
-LOSS_KERNELS = ("full", "fused")
+LOSS_KERNELS = ("full", "in_place", "fused")
 ATTENTION_KERNELS = ("flash", "math")
 PrecisionInput = (
     Literal["fp32", "bf16_mixed", "bf16_mixed_fp32_grad", "bf16_mixed_fp32_accumulation", "fp16_mixed", "bf16_pure"] | Precision
@@ -143,7 +143,10 @@ class TrainingSpec(Document):
     precision: Annotated[Precision, BeforeValidator(_precision_preset, json_schema_input_type=PrecisionInput)] = Precision()
     optimizer: Optimizer = Optimizer()
     adapters: Adapters | None = Field(default=None, description="train low-rank adapters only (LoRA); None: every parameter")
-    loss_kernel: str = Field(default="full", description="full (logits materialised) | fused (chunked with the head)")
+    loss_kernel: str = Field(
+        default="full",
+        description="full (float32 copies of logits) | in_place (gradient written over them) | fused (chunked with the head)",
+    )
     attention_kernel: str = Field(default="flash", description="flash | math (materialises the s x s scores)")
     objective: Objective = Objective.STEP_TIME
     limits: Limits = Limits()

@@ -76,6 +76,23 @@ def test_u108_the_loss_implementation_is_part_of_the_strategy() -> None:
     assert again.memory == answer.prediction.memory  # type: ignore[union-attr]
 
 
+def test_a_loss_in_place_keeps_the_logits_once() -> None:
+    """2 x 4,096 x 32,000 logits in bf16 and a sum per row, against float32 copies of them and of their gradient."""
+    workload, graph, cluster = TrainingSpec(global_batch=16, seq_len=4096), case_graph("llama-2-7b"), cluster_of("h100_sxm", 8)
+    kept = {}
+    for kernel in ("full", "in_place", "fused"):
+        text = f"micro_batch=2 zero=3 recompute=full loss={kernel}"
+        model = CostModel(graph, cluster, workload)
+        plan = plan_from_strategy(text, graph, cluster, workload, cost_model=model)
+        kept[kernel] = predict(graph, cluster, workload, plan)
+    rows = 2 * 4096
+    saved = {name: item.memory.saved_by_class.get("loss", 0.0) for name, item in kept.items()}
+    assert saved["in_place"] - saved["fused"] <= rows * (32000 * 2 + 4)
+    peaks = [kept[name].memory.peak_bytes for name in ("fused", "in_place", "full")]
+    assert peaks == sorted(peaks)
+    assert peaks[1] < peaks[2]
+
+
 def test_u108_a_fused_loss_is_named_where_it_is_what_would_fit() -> None:
     """Where the logits alone break the limit, the answer names the loss that does not."""
     workload = TrainingSpec(global_batch=16, seq_len=4096, adapters=Adapters(rank=8), micro_batches=(4,))

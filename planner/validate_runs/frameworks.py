@@ -22,9 +22,10 @@ class Framework:
     """A framework's defaults beside its :class:`Software`. ``precisions``: table word -> changes to the mixed precision;
     ``software_by_precision``: table word -> changes to the software.
 
-    ``selective``: what it means by selective recompute, ``operators`` or a share of the ``layers``. ``state_dtype``: of optimizer
-    states. ``whole_experts``: tensor parallel does not split experts, expert parallel reaches over it. ``memory_reading``: what it
-    prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the whole ``device`` (nvidia-smi).
+    ``loss_kernel``: as in a workload. ``selective``: what it means by selective recompute, ``operators`` or a share of the
+    ``layers``. ``state_dtype``: of optimizer states. ``whole_experts``: tensor parallel does not split experts, expert parallel
+    reaches over it. ``memory_reading``: what it prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the
+    whole ``device`` (nvidia-smi).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Framework:
     whole_experts: bool = False
     bucket_bytes: float = 25 * MIB
     selective: str = "layers"
+    loss_kernel: str = "full"
     state_dtype: str = "float32"
     memory_reading: str = "reserved"
     prefetch_units: int = 1

@@ -144,7 +144,8 @@ def workload_of(run: PublishedRun, framework: Framework, sizes: Sizes) -> Traini
         flash = (run.year or 2024) >= 2023 and (run.recompute.lower() != "selective" or _by_layers(run))
     return TrainingSpec(
         global_batch=sizes.global_batch, seq_len=sizes.seq_len, precision=precision_of(run, framework),
-        attention_kernel="flash" if flash else "math", loss_kernel="full", optimizer=Optimizer(state_dtype=framework.state_dtype),
+        attention_kernel="flash" if flash else "math", loss_kernel=framework.loss_kernel,
+        optimizer=Optimizer(state_dtype=framework.state_dtype),
         adapters=Adapters(rank=ADAPTER_RANK, beside="attention") if is_adapted(run) else None,
     )  # fmt: skip
 
