@@ -6,7 +6,8 @@ moves them once, backward once more and their gradients once. Causal work is bal
 
 Expert parallel (degree e): every rank holds 1/e of the experts. Tokens go to the ranks of their experts and come back: an
 all-to-all before and after the experts, and the same again in backward (Lepikhin et al., arXiv 2006.16668). Routing is taken
-as balanced.
+as balanced. A dispatcher that sends a token once to every place where it is needed (a node, or a rank of one node), instead of one
+copy per expert, sends n (1 - (1 - 1/n)^k) of k copies over n places (DeepEP, DeepSeek-V3, arXiv 2412.19437 section 3.2.2).
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ INTERFERENCE = 0.19
 @dataclass(frozen=True, slots=True)
 class Split:
     """How a unit is split besides tp. ``cp_shape``, ``ep_shape``: groups of those axes, None when they have one rank.
-    ``whole_experts``: experts are not split over tp, see :class:`specs.plan.Mesh`."""
+    ``whole_experts``: experts are not split over tp, see :class:`specs.plan.Mesh`. ``sends_once``: see the module docstring."""
 
     cp_shape: GroupShape | None = None
     ep_shape: GroupShape | None = None
     ring: bool = True
     whole_experts: bool = False
+    sends_once: bool = False
 
     @property
     def cp(self) -> int:
@@ -99,12 +101,21 @@ def exchanges(
     if split.ep_shape is not None:
         grouped = [op for op in placed.ops if op.op_class == OpClass.GROUPED_GEMM]
         for tensor in (grouped[0].inputs[0], grouped[-1].outputs[0]) if grouped else ():
-            size = float(numeric_tensor(tensor, batch, seq, dtype).bytes)
+            copies = numeric_tensor(tensor, batch, seq, dtype)
+            size = float(copies.bytes)
+            if split.sends_once:
+                size *= distinct_share(copies.numel / copies.shape[-1] / (batch * seq), split.ep_shape)
             seconds = network.collective("all_to_all", size, split.ep_shape).seconds
             _add(forward, "ep_comm", seconds)
             _add(backward, "ep_comm", seconds)
             moved += size
     return Exchanges(forward, backward, moved)
+
+
+def distinct_share(copies: float, shape: GroupShape) -> float:
+    """Places that hold some of ``copies`` evenly drawn experts of a token, over the copies: nodes, or the ranks of one node."""
+    places = shape.num_nodes if shape.num_nodes > 1 else shape.size
+    return places * (1 - (1 - 1 / places) ** copies) / copies if copies > 1 else 1.0
 
 
 def exposed_s(comm_s: float, beside_s: float) -> float:

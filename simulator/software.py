@@ -38,7 +38,8 @@ class Software:
     Communication. ``tp_overlap``: ``backward`` hides tensor-parallel collectives of backward behind weight gradients, ``ring`` also
     pipelines those of forward with the products that need them. ``p2p_blocking``: a pipeline rank waits for its sends and
     receives. ``cp_ring``: keys and values of a split sequence go round beside attention; else they are gathered before.
-    ``p2p_split``: tensor-parallel ranks send one part each and gather it after.
+    ``p2p_split``: tensor-parallel ranks send one part each and gather it after. ``sends_tokens_once``: a token goes once to a node
+    (or a rank of one node) that holds several of its experts, instead of once per expert.
 
     Memory, see ``simulator.memory.MemoryRules``: ``extra_grad_bytes``, ``extra_state_bytes``, ``buffer_bytes``.
 
@@ -65,6 +66,7 @@ class Software:
     p2p_blocking: bool = False
     p2p_split: bool = False
     cp_ring: bool = True
+    sends_tokens_once: bool = False
     extra_grad_bytes: float = 0.0
     extra_state_bytes: float = 0.0
     buffer_bytes: float = 0.0

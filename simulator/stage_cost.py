@@ -128,7 +128,7 @@ def split_of(model: CostModel, stage: Stage) -> Split:
         return WHOLE
     cp = model.network.shape(axis_ranks(stage, "cp")) if mesh.cp > 1 else None
     ep = model.network.shape(expert_ranks(stage)[: mesh.ep]) if mesh.ep > 1 else None
-    return Split(cp, ep, model.software.cp_ring, mesh.whole_experts)
+    return Split(cp, ep, model.software.cp_ring, mesh.whole_experts, model.software.sends_tokens_once)
 
 
 def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -> StageCost:

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from simulator.cost_model import CostModel
-from simulator.network import Network
+from simulator.exchange import distinct_share
+from simulator.network import GroupShape, Network
 from simulator.predict import fits, predict, simulate
 from simulator.trace import chrome_trace
 from simulator.unit_cost import RecomputeChoice, UnitCost
@@ -260,3 +261,12 @@ def test_fused_loss_does_not_hold_the_logits() -> None:
     logits = 8 * 128 * 32768
     assert saved["full"] >= logits * (2 + 4 + 4)
     assert saved["fused"] < logits
+
+
+def test_tokens_sent_once_by_hand() -> None:
+    """Eight experts of a token over eight ranks lie on 8 (1 - (7/8)^8) = 5.25 of them; over four nodes on 4 (1 - (3/4)^8) = 3.6."""
+    ranks = GroupShape(size=8, per_node=8, num_nodes=1, group=0, devices_per_node=8)
+    nodes = GroupShape(size=32, per_node=8, num_nodes=4, group=0, devices_per_node=8)
+    assert distinct_share(8, ranks) == pytest.approx(5.2511 / 8, rel=1e-4)
+    assert distinct_share(8, nodes) == pytest.approx(3.5995 / 8, rel=1e-4)
+    assert distinct_share(1, ranks) == 1.0
