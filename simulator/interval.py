@@ -84,7 +84,7 @@ def exposures(model: CostModel, plan: Plan, ranks: Sequence[RankStep]) -> dict[s
         "inter": shares["inter"], "pipeline": shares["idle"], "measured": busy * ops.measured,
         "scale": math.log2(len({model.network.places[device].node for device in devices})),
     }  # fmt: skip
-    return {name: value for name, value in _known_here(model, found, busy * ops.share).items() if value > 0}
+    return {name: value for name, value in _known_here(model, found, busy * ops.share, ops.arithmetic).items() if value > 0}
 
 
 def _shares(ranks: Sequence[RankStep]) -> dict[str, float]:
@@ -100,9 +100,9 @@ def _shares(ranks: Sequence[RankStep]) -> dict[str, float]:
     return {name: seconds / total for name, seconds in found.items()}
 
 
-def _known_here(model: CostModel, found: Mapping[str, float], modelled: float) -> dict[str, float]:
+def _known_here(model: CostModel, found: Mapping[str, float], modelled: float, arithmetic: float) -> dict[str, float]:
     """Moves to ``measured`` what was measured on this cluster, or refitted from its runs. ``modelled``: share of the step that
-    efficiency models price."""
+    efficiency models price; ``arithmetic``: share of that in products and attention."""
     moved = dict(found)
     half = defaults()["interval"][Provenance.INTERPOLATED.value]
     calibration = model.factors.origin
@@ -113,8 +113,10 @@ def _known_here(model: CostModel, found: Mapping[str, float], modelled: float) -
         return math.inf if factor is None else math.hypot(math.log(factor.high / factor.low) / 2, half)
 
     if calibration is not None and calibration.num_runs:
-        ops = max(learnt("compute"), learnt("memory_bound"))
-        if math.isfinite(ops):
+        ops = arithmetic * learnt("compute") + (1 - arithmetic) * learnt("memory_bound")
+        known = widths()
+        # a run or two leave most to the prior, which must not know less than the specs did
+        if modelled * ops * known.measured < found["ops"] * (known.low + known.high) / 2:
             moved["measured"], moved["ops"] = moved["measured"] + modelled * ops, 0.0
     for tier in ("intra", "inter"):
         width = half if model.network.table is not None else learnt(f"{tier}_comm")
@@ -127,9 +129,10 @@ def _known_here(model: CostModel, found: Mapping[str, float], modelled: float) -
 @dataclass(frozen=True, slots=True)
 class _Ops:
     """Expected relative error of all compute: of what models price erring alike, the same erring independently, of what was
-    measured here. ``share``: of compute that models price."""
+    measured here. ``share``: of compute that models price, ``arithmetic``: of those seconds in products and attention."""
 
     share: float
+    arithmetic: float
     modelled: float
     independent: float
     measured: float
@@ -139,7 +142,7 @@ def _ops(units: Sequence[UnitCost]) -> _Ops:
     counts: dict[int, int] = {}
     for unit in units:
         counts[id(unit)] = counts.get(id(unit), 0) + 1
-    seconds = modelled = measured = squares = total = 0.0
+    seconds = arithmetic = modelled = measured = squares = total = 0.0
     for unit in {id(unit): unit for unit in units}.values():
         count = counts[id(unit)]
         for source, item in unit.by_source.items():
@@ -148,8 +151,15 @@ def _ops(units: Sequence[UnitCost]) -> _Ops:
                 measured += count * item.error_s
             else:
                 seconds += count * item.seconds
+                arithmetic += count * item.arithmetic_s
                 modelled += count * item.error_s
                 squares += (count**2) * item.error_squares  # equal units err alike
     if total <= 0:
-        return _Ops(1.0, float(defaults()["interval"]["assumed"]), 0.0, 0.0)
-    return _Ops(seconds / total, modelled / total, math.sqrt(squares) / total, measured / total)
+        return _Ops(1.0, 1.0, float(defaults()["interval"]["assumed"]), 0.0, 0.0)
+    return _Ops(
+        seconds / total,
+        arithmetic / seconds if seconds > 0 else 0.0,
+        modelled / total,
+        math.sqrt(squares) / total,
+        measured / total,
+    )

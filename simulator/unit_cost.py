@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from profiler.opset import OpClass
 from profiler.placed import LocalTensor, PlacedBlock, numeric_tensor
 from simulator.exchange import WHOLE, Split, exchanges, exposed_s, with_local_experts
+from simulator.factors import COMPUTE
 from simulator.fusion import Fusion, add_shared_gradients, join_projections
 from simulator.memory_walk import MemoryWalk, RecomputeChoice
 from simulator.network import GroupShape, Network
@@ -20,12 +21,13 @@ from specs.plan import RecomputeMode
 @dataclass(slots=True)
 class SourceShare:
     """What rests on one kind of number: seconds forward and backward, their expected absolute error (its squares by op summed up),
-    and how many ops."""
+    how many ops, and how many of the seconds are arithmetic (products and attention)."""
 
     seconds: float = 0.0
     error_s: float = 0.0
     num_ops: int = 0
     error_squares: float = 0.0
+    arithmetic_s: float = 0.0
 
     def add(self, other: SourceShare) -> None:
         """Count another share in."""
@@ -33,6 +35,7 @@ class SourceShare:
         self.error_s += other.error_s
         self.num_ops += other.num_ops
         self.error_squares += other.error_squares
+        self.arithmetic_s += other.arithmetic_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +146,18 @@ def unit_cost(
         exchange_forward=exchanged.forward,
         exchange_backward=exchange_backward,
         exchange_bytes=exchanged.num_bytes,
-        by_source=_by_source(prices),
+        by_source=_by_source(placed, prices),
         unknown_ops=tuple(sorted({price.target for price in prices if not price.known})),
         saved_by_class=walk.saved_by_class(),
     )
 
 
-def _by_source(prices: Sequence[OpPrice]) -> dict[Provenance, SourceShare]:
+def _by_source(placed: PlacedBlock, prices: Sequence[OpPrice]) -> dict[Provenance, SourceShare]:
     found: dict[Provenance, SourceShare] = {}
-    for price in prices:
+    for op, price in zip(placed.ops, prices, strict=True):
         if price.seconds > 0:  # views, and ops that a fusion took in, cost nothing
             error_s = price.seconds * price.relative_error
-            share = SourceShare(price.seconds, error_s, 1, error_s**2)
+            share = SourceShare(price.seconds, error_s, 1, error_s**2, price.seconds if op.op_class in COMPUTE else 0.0)
             found.setdefault(price.source, SourceShare()).add(share)
     return found
 
