@@ -68,7 +68,8 @@ def run_rank(job: Job, rank: int, log: StepLog) -> RankResult:
         timers=Timers(), timeout_s=job.collective_timeout_s, groups=groups,
     )  # fmt: skip
     data = DataSource(job.workload, vocabulary_size(job.graph))
-    result = Trainer(program, data, memory, log, device).run(steps=job.steps, warmup_steps=job.warmup_steps, probe=job.probe)
+    probe = job.probe and device.type == "cpu"  # it is CPU work: it says nothing about the speed of a GPU
+    result = Trainer(program, data, memory, log, device).run(steps=job.steps, warmup_steps=job.warmup_steps, probe=probe)
     dist.barrier()
     dist.destroy_process_group()
     return result

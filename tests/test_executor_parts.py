@@ -304,12 +304,15 @@ def test_comparison_joins_terms_and_handles_zeros() -> None:
     measurement = Measurement(
         step_time_s=2.0,
         peak_memory_bytes=100.0,
+        start_drift=1.2,
         drift=1.25,
         waterfall={"forward": 1.5, "wait": 0.5},
         environment={"flags": ["another"]},
     )
     comparison = compare(predicted(forward=1.5, dp_comm=0.6), measurement)
     assert comparison.step_time.relative_error == pytest.approx(0.05)
+    assert comparison.step_time_at_start_speed is not None
+    assert comparison.step_time_at_start_speed.predicted == pytest.approx(1.2 * comparison.step_time.predicted)
     assert comparison.step_time_at_profile_speed is not None
     assert comparison.step_time_at_profile_speed.measured == pytest.approx(1.6)
     assert comparison.peak_memory.relative_error == pytest.approx(0.2)
