@@ -22,7 +22,7 @@ class Framework:
     """A framework's defaults beside its :class:`Software`. ``precisions``: table word -> changes to the mixed precision;
     ``software_by_precision``: table word -> changes to the software.
 
-    ``loss_kernel``: as in a workload. ``selective``: what it means by selective recompute, ``operators`` or a share of the
+    ``loss_kernel``: as in a workload. ``selective``: its selective recompute is of ``operators``, ``modules`` or a share of the
     ``layers``. ``state_dtype``: of optimizer states. ``whole_experts``: tensor parallel does not split experts, expert parallel
     reaches over it. ``memory_reading``: what it prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the
     whole ``device`` (nvidia-smi).

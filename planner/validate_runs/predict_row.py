@@ -116,7 +116,7 @@ def memory_reading(run: PublishedRun, framework: Framework) -> str:
 
 
 def recompute_modes(run: PublishedRun, attention_kernel: str, selective: str) -> tuple[str, ...]:
-    """``none``, ``attention``, ``operators``, ``full`` or ``full of S`` (a share S of the layers).
+    """``none``, ``attention``, ``operators``, ``modules``, ``full`` or ``full of S`` (a share S of the layers).
 
     Several, least first, where the row leaves it open.
     """
@@ -128,7 +128,8 @@ def recompute_modes(run: PublishedRun, attention_kernel: str, selective: str) ->
     if word in ("none", "full"):
         return (word,)
     partly = ("full of 0.25", "full of 0.5", "full of 0.75", "full")
-    return ("none", "attention", *partly) if attention_kernel == "math" else ("none", *partly)
+    first = ("attention",) if attention_kernel == "math" else ("modules",) if selective == "modules" else ()
+    return ("none", *first, *partly)
 
 
 def _by_layers(run: PublishedRun) -> bool:
