@@ -8,7 +8,8 @@ from simulator.cost_model import CostModel
 from simulator.efficiency import peak_flop_per_s
 from simulator.interval import exposures, interval
 from simulator.rank_memory import GPU_BASELINE_BYTES, fill, memory_flags, rank_memory, recompute_flags
-from simulator.step import RankStep, StepResult, StepSimulation
+from simulator.rank_step import RankStep
+from simulator.step import StepResult, StepSimulation
 from simulator.unit_cost import SourceShare
 from specs.base import Provenance
 from specs.cluster import ClusterSpec
