@@ -41,7 +41,8 @@ class MemoryRules:
     synchronising micro-batch are apart. ``flat_copies``: flat buffers of a unit's size, while its weights are gathered or its
     gradients reduced, besides source and result. ``keeps_stage_outputs``: a stage's outputs live until its backward.
     ``extra_grad_bytes``: per local parameter, a second copy of its gradient. ``extra_state_bytes``: per parameter whose states the
-    rank keeps. ``buffer_bytes``: communication buffers that are there from the start.
+    rank keeps. ``buffer_bytes``: communication buffers that are there from the start. ``narrow_shards``: as
+    ``Software.keeps_narrow_shards``.
     """
 
     grads_live_in_buckets: bool = True
@@ -50,6 +51,7 @@ class MemoryRules:
     extra_grad_bytes: float = 0.0
     extra_state_bytes: float = 0.0
     buffer_bytes: float = 0.0
+    narrow_shards: bool = True
 
 
 @dataclass(slots=True)
@@ -132,7 +134,7 @@ class RankMemory:
             share = cost.state_share
             if cost.stage.zero == 0:
                 terms["params"] += cost.local_weight_bytes
-            elif not cost.has_master or cost.stage.zero == 3:
+            elif not cost.has_master or (cost.stage.zero == 3 and self.rules.narrow_shards):
                 terms["params"] += cost.local_weight_bytes * share
             terms["optimizer"] += cost.num_trainable * (cost.state_bytes + self.rules.extra_state_bytes) * share
             terms["grads"] += cost.num_trainable * self.rules.extra_grad_bytes

@@ -88,4 +88,5 @@ def memory_rules_for(cluster: ClusterSpec, software: Software = NATIVE) -> Memor
     return MemoryRules(
         grads_live_in_buckets=True, flat_copies=1.0, keeps_stage_outputs=True, extra_grad_bytes=software.extra_grad_bytes,
         extra_state_bytes=software.extra_state_bytes, buffer_bytes=software.buffer_bytes,
+        narrow_shards=software.keeps_narrow_shards,
     )  # fmt: skip

@@ -46,7 +46,9 @@ class Software:
     its end (``torch.utils.checkpoint`` without reentrance).
 
     Memory. ``regathers_inputs``: what was gathered over tensor-parallel ranks for a product is kept split and gathered again in its
-    backward. ``keeps_narrow_inputs``: inputs of products wait for backward in the narrow dtype of the product. See
+    backward. ``keeps_narrow_inputs``: inputs of products wait for backward in the narrow dtype of the product.
+    ``keeps_narrow_shards``: under ZeRO 3 a rank keeps its share of the weights in the compute dtype beside the master weights
+    (DeepSpeed), instead of narrowing the master's share for each gather (FSDP). See
     ``simulator.memory.MemoryRules`` for ``extra_grad_bytes``, ``extra_state_bytes``, ``buffer_bytes``.
 
     Host. ``step_host_s``: work between steps that nothing hides. ``unit_host_s``: host time per unit and pass beside launches.
@@ -77,6 +79,7 @@ class Software:
     recompute_stops_early: bool = True
     regathers_inputs: bool = False
     keeps_narrow_inputs: bool = False
+    keeps_narrow_shards: bool = True
     extra_grad_bytes: float = 0.0
     extra_state_bytes: float = 0.0
     buffer_bytes: float = 0.0
