@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from profiler.opset import FUSED_LOSS_CHUNK, OpClass
@@ -33,6 +34,18 @@ class RecomputeChoice:
         return self.mode == RecomputeMode.SELECTIVE and EVERY_SECOND_PRODUCT in self.op_classes
 
 
+def weight_roots(placed: PlacedBlock) -> frozenset[str]:
+    """Storages of parameters and buffers: they are there anyway, whatever view of them an op keeps."""
+    return frozenset(name for name, tensor in placed.params.items() if tensor.kind in ("param", "buffer"))
+
+
+def saved_roots(op: LocalOp, price: OpPrice, weights: Set[str]) -> set[str]:
+    """Storages that an op keeps for backward beside the ``weights``."""
+    tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
+    tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
+    return {tensor.root for tensor in tensors if tensor.root not in weights}
+
+
 class MemoryWalk:
     """Bytes held while the block's ops run forward and backward, by the storage each tensor lives in."""
 
@@ -42,7 +55,7 @@ class MemoryWalk:
     ) -> None:  # fmt: skip
         self.placed, self.prices, self.batch, self.seq, self.dtype = placed, prices, batch, seq, pricer.compute_dtype
         self.recompute = recompute
-        self.weights = {name for name, tensor in placed.params.items() if tensor.kind in ("param", "buffer")}
+        self.weights = weight_roots(placed)
         self.sizes: dict[str, float] = {}
         for tensor in (*placed.inputs, *(t for op in placed.ops for t in (*op.inputs, *op.outputs))):
             self.sizes.setdefault(tensor.root, 0.0)
@@ -51,7 +64,7 @@ class MemoryWalk:
             for op in placed.ops:
                 if op.op_class == OpClass.LOSS:
                     self.sizes[op.inputs[0].root] *= FUSED_LOSS_CHUNK
-        self.saved_by_op = [self._saved(op, price) for op, price in zip(placed.ops, prices, strict=True)]
+        self.saved_by_op = [saved_roots(op, price, self.weights) for op, price in zip(placed.ops, prices, strict=True)]
         self.kept_sizes = kept_sizes(
             placed, self.sizes, self.saved_by_op, pricer.software, matmul_dtype, batch=batch, seq=seq, dtype=self.dtype
         )
@@ -71,11 +84,6 @@ class MemoryWalk:
     def bytes_of(self, tensor: LocalTensor) -> float:
         """Local bytes of a tensor."""
         return float(numeric_tensor(tensor, self.batch, self.seq, self.dtype).bytes)
-
-    def _saved(self, op: LocalOp, price: OpPrice) -> set[str]:
-        tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
-        tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
-        return {tensor.root for tensor in tensors if tensor.root not in self.weights}
 
     def _inputs_to_rerun(self, index: int) -> set[str]:
         """Attention runs again from its queries, keys and values, unless their ops run again as well; element-wise ops and norms
