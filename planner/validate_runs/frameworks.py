@@ -15,6 +15,8 @@ from specs.training import PRECISIONS, Precision
 # Table words for narrow matrix products; what is not a product of a linear layer stays in bfloat16.
 NARROW = {"fp8": "float8", "mxfp8": "float8", "float8": "float8", "nvfp4": "float4"}
 MIB = 1024.0 * 1024.0
+# PyTorch 2.9 (October 2025) made rms_norm one kernel (aten._fused_rms_norm).
+COMPOSED_NORMS_UNTIL = 2025
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,8 @@ def _by_sizes(run: PublishedRun, year: int) -> str:
 def _with_run(framework: Framework, run: PublishedRun) -> Framework:
     """What the row says of its own software: compiled or not, its precision, tensor-parallel overlap."""
     changes = dict(framework.software_by_precision.get(run.precision.lower(), {}))
+    if (run.year or 0) > COMPOSED_NORMS_UNTIL:
+        changes["composed_norms"] = False
     if run.compile:
         changes |= {"fusion": "compiler", "caches_positions": True}
     if "async tp" in run.notes.lower():
