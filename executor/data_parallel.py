@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -107,6 +107,32 @@ class DdpDataParallel(DataParallel):
         logged = self._ddp._get_ddp_logging_data()
         text = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or str(self._grad_bytes)
         return [int(part) for part in str(text).split(",")]
+
+
+class RehearsedBuckets(DataParallel):
+    """Stands for ``DistributedDataParallel``, whose buckets want real tensors: they are there from the start, and gradients move
+    into them as they come in the last micro-batch."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._is_last = False
+        self._buckets: list[Tensor] = []
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                bucket = torch.empty_like(parameter)
+                self._buckets.append(bucket)
+                parameter.register_post_accumulate_grad_hook(self._mover(bucket))
+
+    def _mover(self, bucket: Tensor) -> Callable[[Tensor], None]:
+        def move(parameter: Tensor) -> None:
+            if self._is_last:
+                parameter.grad = bucket
+
+        return move
+
+    def watch(self, loss: Tensor, *, is_last: bool) -> None:
+        """Gradients move in the last micro-batch only."""
+        self._is_last = is_last
 
 
 class FlatDataParallel(DataParallel):

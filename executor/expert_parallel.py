@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from executor.ops import context_of, define, name_of
@@ -44,7 +45,7 @@ class ParallelExperts(nn.Module):
         ep = self._ep
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
         received_counts = torch.ops.meshwright.exchange_counts(counts, [stop - first for first, stop in self._local], _key(ep))
-        sent, received = _splits(counts, received_counts, self._local)
+        sent, received = _splits(counts, received_counts, self._local, rows.shape[0])
         order = _by_expert(received_counts, sum(received))
         arrived = _Exchange.apply(rows, sent, received, ep)
         local_ends = received_counts.sum(dim=0).cumsum(0).to(torch.int32)
@@ -53,8 +54,13 @@ class ParallelExperts(nn.Module):
         return _Exchange.apply(produced.index_select(0, back), received, sent, ep)
 
 
-def _splits(counts: Tensor, received_counts: Tensor, local: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Rows for and from each rank."""
+def _splits(
+    counts: Tensor, received_counts: Tensor, local: Sequence[tuple[int, int]], num_rows: int
+) -> tuple[list[int], list[int]]:
+    """Rows for and from each rank. Fake tensors have no counts: then as if the router were balanced."""
+    if isinstance(counts, FakeTensor):
+        even = [num_rows * stop // counts.shape[0] - num_rows * first // counts.shape[0] for first, stop in local]
+        return even, even
     per_expert = counts.tolist()
     return [sum(per_expert[first:stop]) for first, stop in local], received_counts.sum(dim=1).tolist()
 

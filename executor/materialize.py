@@ -7,15 +7,25 @@ its buckets on real parameters, so it comes after the weights.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from executor.batch import LocalBatch
 from executor.context_parallel import ContextParallelUnit
-from executor.data_parallel import DataParallel, DdpDataParallel, ExpertGradients, FlatDataParallel, all_reduce_gradients
+from executor.data_parallel import (
+    DataParallel,
+    DdpDataParallel,
+    ExpertGradients,
+    FlatDataParallel,
+    RehearsedBuckets,
+    all_reduce_gradients,
+)
 from executor.expert_parallel import EpContext, apply_expert_parallel
 from executor.fsdp import ShardedDataParallel, UnitGroup
 from executor.groups import Groups, create_groups
@@ -102,12 +112,14 @@ class Program:
 
 def materialize(
     plan: Plan, model: nn.Module, graph: ModelGraph, workload: TrainingSpec, rank: int, *, device: torch.device | None = None,
-    timers: Timers | None = None, draw: Initializer | None = init_tensor, timeout_s: float = 60.0, groups: Groups | None = None,
+    timers: Timers | None = None, draw: Initializer | None = init_tensor, allocation: AbstractContextManager[Any] | None = None,
+    timeout_s: float = 60.0, groups: Groups | None = None,
 ) -> Program:  # fmt: skip
     """Build the program of ``rank``. A collective call: the default process group must exist, with the plan's world size.
 
     ``model``: on ``meta``, with ``unit_modules()``; it is taken apart. ``draw``: initial values by (name, shape, seed);
-    ``None`` builds everything but leaves the parameters on ``meta`` (a dry run: the program cannot train).
+    ``None`` builds everything but leaves the parameters on ``meta`` (a dry run: the program cannot train), or without values in
+    what ``allocation`` makes of memory (a rehearsal on fake tensors).
     ``timeout_s``: how long a collective waits for its peers. ``groups``: the process groups, if they were created before.
     Raises :class:`InvalidInput` when the plan cannot be executed.
     """
@@ -117,7 +129,7 @@ def materialize(
         plan, model, graph, workload, layout, layout.place(rank), device or torch.device("cpu"), timers or Timers(), timeout_s,
         groups,
     )  # fmt: skip
-    return builder.build(draw)
+    return builder.build(draw, allocation)
 
 
 class _Builder:
@@ -138,8 +150,10 @@ class _Builder:
             self.tensor_parallel = TpContext(self.groups.tp, place.tp, layout.tp, first.sequence_parallel, timers)
         self.params: list[ParamPlace] = []
         self.experts: dict[int, list[nn.Module]] = {}
+        self.dry = False
+        self.allocation: AbstractContextManager[Any] | None = None
 
-    def build(self, draw: Initializer | None) -> Program:
+    def build(self, draw: Initializer | None, allocation: AbstractContextManager[Any] | None) -> Program:
         """All steps in order."""
         stages = self.layout.stages_of(self.place.pp)
         units = {number: unit for _, stage in stages for number, unit in self._units(stage)}
@@ -153,10 +167,17 @@ class _Builder:
                 units[number] = recompute_unit(units[number], stage.recompute_of(number), self.timers)
         modules = {index: self._module(stage, units) for index, stage in stages}
         sharded = {index: self._shard(stage, modules[index]) for index, stage in stages} if self.zero else {}
+        self.dry, self.allocation = draw is None and allocation is None, allocation
+        for module in modules.values():
+            _require_buffers_can_be_rebuilt(module)
+            module.to(self.dtype)
+        if not self.dry:
+            with allocation or contextlib.nullcontext():
+                self._allocate(modules.values())
         if draw is not None:
-            self._realize(modules.values(), draw)
+            init_local_parameters(self.params, self.place, self.layout, self.workload.seed, draw)
         local = [
-            LocalStage(index, sharded.get(index) or self._replicate(stage, modules[index], dry=draw is None), self._boundary(stage))
+            LocalStage(index, sharded.get(index) or self._replicate(stage, modules[index]), self._boundary(stage))
             for index, stage in stages
         ]
         return Program(
@@ -240,15 +261,18 @@ class _Builder:
             timers=self.timers,
         )  # fmt: skip
 
-    def _replicate(self, stage: Stage, module: StageModule, *, dry: bool) -> DataParallel:
+    def _replicate(self, stage: Stage, module: StageModule) -> DataParallel:
         groups, timers = self.groups, self.timers
         units = range(stage.first_unit, stage.first_unit + stage.num_units)
         experts = [part for unit in units for part in self.experts.get(unit, ())]
-        if dry or (groups.data is None and not experts):
+        if self.dry or (groups.data is None and not experts):
             return DataParallel(module)
         expert_gradients = ExpertGradients(experts, groups.expert_replicas, timers) if experts else None
         if groups.data is None or self.layout.pp > 1 or not self.plan.collectives.overlap_grad_reduce:
             return FlatDataParallel(module, list(module.units.values()), groups.data, timers, experts=expert_gradients)
+        if self.allocation is not None:
+            with self.allocation:
+                return RehearsedBuckets(module)
         return DdpDataParallel(module, groups.data, self.plan.collectives.bucket_bytes, timers, experts=expert_gradients)
 
     def _unit_groups(self, module: StageModule) -> list[UnitGroup]:
@@ -270,15 +294,12 @@ class _Builder:
 
     # --- weights -----------------------------------------------------------------------------------------------
 
-    def _realize(self, modules: Iterable[nn.Module], draw: Initializer) -> None:
+    def _allocate(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
-            _require_buffers_can_be_rebuilt(module)
-            module.to(self.dtype)
             module.to_empty(device=self.device)
         retie(self.params)
         for module in modules:
             reset_buffers(module)
-        init_local_parameters(self.params, self.place, self.layout, self.workload.seed, draw)
 
     # --- pipeline ----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineContext, _PipelineScheduleRuntime
 
 from executor.data_parallel import DataParallel
@@ -92,6 +93,15 @@ class PipelineRunner:
         if not self._losses:
             return None
         return torch.stack([self._losses[index].detach() for index in range(self._num_micro_batches)]).mean()
+
+    def take_shapes_as_given(self) -> None:
+        """Leave out torch's vote on whether shapes are known: it reads a value, which fake tensors have not."""
+
+        def warm_up(stages: Sequence[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        self._schedule._warmup_p2p = warm_up
 
     def lowered(self) -> list[str]:
         """The rows with sends and receives, as text."""
