@@ -65,9 +65,9 @@ def rehearse(plan: Plan, graph: ModelGraph, workload: TrainingSpec, rank: int, *
 
 
 def shortened(plan: Plan) -> Plan:
-    """The plan with as few micro-batches as show its memory: those of accumulation, or twice those that fill the pipeline."""
+    """The plan with as few micro-batches as show its memory: those of accumulation, or two more than fill the pipeline."""
     (pipeline,) = plan.pipelines
-    wanted = 2 * len(pipeline.stages) if pipeline.pp > 1 else MICRO_BATCHES_OF_ACCUMULATION
+    wanted = len(pipeline.stages) + 2 if pipeline.pp > 1 else MICRO_BATCHES_OF_ACCUMULATION
     count = pipeline.num_micro_batches
     if wanted >= count or plan.schedule.name == "custom":
         return plan
