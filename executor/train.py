@@ -86,7 +86,7 @@ class Trainer:
         """One step between two barriers, of which the second is part of it. The loss is averaged outside of the timed part."""
         self._log.enter(step)
         program, timers = self._program, self._timers
-        batch = self._data.local_batch(step, program.place, program.layout.dp, self._device)
+        batch = self._data.local_batch(step, program.place, program.layout, self._device)
         gc.collect()
         dist.barrier()
         timers.start()
@@ -111,7 +111,7 @@ class Trainer:
         """The mean over all tokens of the step: the ranks that hold the loss, one of each tp group, add their shares."""
         share = torch.zeros(1, dtype=torch.float64, device=self._device)
         if loss is not None and self._program.place.tp == 0:
-            share += loss.to(torch.float64) / self._program.layout.dp
+            share += loss.to(torch.float64) * self._program.layout.share(self._program.place)
         dist.all_reduce(share)
         value = float(share)
         if value != value:
