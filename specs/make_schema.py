@@ -18,6 +18,7 @@ from specs.calibration import Calibration
 from specs.catalogue import Catalogue
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
+from specs.interchange import Exported, Imported
 from specs.measurement import Comparison, Measurement
 from specs.memory import MemoryReport
 from specs.plan import Plan
@@ -28,7 +29,7 @@ from specs.units import HUMAN_SUFFIXES, human_names
 
 DOCUMENTS: tuple[type[Document], ...] = (
     ModelGraph, ClusterSpec, TrainingSpec, Profile, Plan, Prediction, PlanAnswer, Measurement, Comparison, Calibration,
-    Catalogue, MemoryReport, Utilization,
+    Catalogue, MemoryReport, Utilization, Exported, Imported,
 )  # fmt: skip
 DIRECTORY = Path(__file__).parent / "schema"
 UNIT_NAMES = {
