@@ -24,12 +24,14 @@ from specs.memory import MemoryReport
 from specs.plan import Plan
 from specs.prediction import Prediction
 from specs.profile import Profile
+from specs.questions import PlanDiff, Recommendation, WhyNot
 from specs.training import TrainingSpec
 from specs.units import HUMAN_SUFFIXES, human_names
 
 DOCUMENTS: tuple[type[Document], ...] = (
     ModelGraph, ClusterSpec, TrainingSpec, Profile, Plan, Prediction, PlanAnswer, Measurement, Comparison, Calibration,
     Catalogue, MemoryReport, Utilization, Exported, Imported,
+    PlanDiff, WhyNot, Recommendation,
 )  # fmt: skip
 DIRECTORY = Path(__file__).parent / "schema"
 UNIT_NAMES = {
