@@ -45,12 +45,13 @@ class Client:
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         return self._answer(self._http.post(path, json=body, headers=headers))
 
-    def run(self, path: str, body: Any, progress: ProgressSink = ignore) -> dict[str, Any]:
-        """Start a job, follow it, return its final resource. Raises what the job's error says when it did not succeed."""
+    def run(self, path: str, body: Any, progress: ProgressSink = ignore, *, needs_plan: bool = True) -> dict[str, Any]:
+        """Start a job, follow it, return its final resource. Raises what the job's error says when it did not succeed;
+        ``needs_plan=False``: an answer that no plan keeps the limits, or none was found in time, is returned as well."""
         job = self.post(path, body)
-        return self.follow(job["links"]["self"], progress)
+        return self.follow(job["links"]["self"], progress, needs_plan=needs_plan)
 
-    def follow(self, path: str, progress: ProgressSink = ignore) -> dict[str, Any]:
+    def follow(self, path: str, progress: ProgressSink = ignore, *, needs_plan: bool = True) -> dict[str, Any]:
         """Follow a job to its end, over broken connections; its final resource."""
         last = 0
         while True:
@@ -64,7 +65,8 @@ class Client:
                 time.sleep(RECONNECT_S)
             job: dict[str, Any] = self.get(path)
             if job["status"] in FINAL:
-                _raise_unless_succeeded(job)
+                if needs_plan or not job.get("answer"):
+                    _raise_unless_succeeded(job)
                 return job
 
     def _events(self, path: str, after: int) -> Iterator[tuple[int, str, dict[str, Any]]]:

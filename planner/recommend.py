@@ -176,6 +176,12 @@ class _Recommender:
         )  # fmt: skip
 
 
+def one_node(device: str, preset: str | None = None) -> ClusterSpec:
+    """A cluster of one node of that device type, for checking the names."""
+    name = find_device(device).name
+    return ClusterSpec(name=f"a node of {name}", nodes=(_node(name, preset),))
+
+
 def _node(device: str, preset: str | None) -> NodeGroup:
     """A node group of that device: the named preset, the catalogue's first with it (8 devices before others), or a plain one."""
     presets = list_presets()

@@ -7,6 +7,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from specs.base import Document, Spec
+from specs.plan import Plan
+from specs.prediction import Prediction
+from specs.questions import BrokenRule
 
 TARGETS = ("megatron", "deepspeed", "accelerate", "torchtitan", "slurm", "csv")
 FRAMEWORKS = ("megatron", "deepspeed", "accelerate", "torchtitan", "nanotron", "neox")
@@ -45,3 +48,19 @@ class Imported(Document):
     ignored: tuple[ReadKey, ...] = Field(default=(), description="known to change neither time nor memory of a step")
     not_understood: tuple[ReadKey, ...] = ()
     assumed: tuple[str, ...] = Field(default=(), description="what the file leaves open and was filled in")
+
+
+class Judgement(Document):
+    """A foreign config judged: what it asks for, and how fast and full that is where model, cluster and workload are known."""
+
+    kind: ClassVar[str] = "judgement"
+    imported: Imported
+    strategy: str = Field(description="what was priced: the config's strategy with the caller's own fields")
+    conflicts: tuple[str, ...] = Field(
+        default=(), description="where the config and the given documents disagree; the documents win"
+    )
+    missing: tuple[str, ...] = Field(default=(), description="what a prediction would still need")
+    rules: tuple[BrokenRule, ...] = Field(default=(), description="every rule that forbids it on this model and cluster")
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    fits: bool | None = None
