@@ -19,9 +19,10 @@ RECONNECT_S = 0.5
 class Client:
     """Requests to one service."""
 
-    def __init__(self, base_url: str, token: str | None = None) -> None:
+    def __init__(self, base_url: str, token: str | None = None, *, http: httpx.Client | None = None) -> None:
+        """``http``: a client of one's own, else one that connects to ``base_url``."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(30.0, read=120.0))
+        self._http = http or httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(30.0, read=120.0))
 
     def __enter__(self) -> Client:
         return self

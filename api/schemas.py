@@ -120,10 +120,21 @@ class DiffRequest(Spec):
     cluster: Reference | None = Field(default=None, description="adds the time of the move")
 
 
-class WhyNotRequest(Spec):
+class WhyNotOfPlanRequest(Spec):
     """A strategy to hold against the chosen plan of a finished planning job."""
 
     strategy: str = Field(min_length=1, max_length=2000, description="'tp=8 pp=2 micro_batch=1 zero=1'")
+
+
+class WhyNotRequest(WhyNotOfPlanRequest):
+    """A strategy to hold against a given plan. With the id of a planning job, its own documents are used."""
+
+    plan: Reference = Field(description="plan document, or id of a planning job")
+    model: Reference | None = None
+    cluster: Reference | None = None
+    workload: Reference | None = None
+    profile: Reference | None = None
+    calibration: Reference | None = None
 
 
 class RecommendRequest(Spec):

@@ -37,7 +37,8 @@ def root(
 for verb in (
     serving.demo, planning.capture, running.profile, planning.plan, planning.estimate, accounting.memory, planning.simulate,
     comparing.why, comparing.recommend, comparing.diff, comparing.export, running.run, running.compare, calibrating.calibrate,
-    validating.validate, accounting.mfu, planning.devices, serving.serve,
+    validating.validate, accounting.mfu, planning.devices, serving.token,
+    serving.serve,
 ):  # fmt: skip
     app.command()(verb)
 app.command("import")(comparing.import_)
