@@ -18,6 +18,7 @@ from api.metrics import CONTENT_TYPE
 from api.routes.artifacts import artifacts
 from api.routes.calibrations import calibrations
 from api.routes.documents import document_router, reading_router
+from api.routes.pages import pages, views
 from api.routes.plans import estimates, memory, plans
 from api.routes.questions import of_plans, questions
 from api.routes.recommendations import recommendations
@@ -61,7 +62,19 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     for kind in ("model", "cluster", "workload"):
         app.include_router(document_router(kind))
     documents = (profiles, reading_router("profile"), calibrations, reading_router("calibration"))
-    routers = (plans, artifacts, of_plans, estimates, memory, questions, recommendations, executions_of_plans, executions)
+    routers = (
+        pages,
+        views,
+        plans,
+        artifacts,
+        of_plans,
+        estimates,
+        memory,
+        questions,
+        recommendations,
+        executions_of_plans,
+        executions,
+    )
     for router in (*documents, *routers):
         app.include_router(router)
     _add_health(app)

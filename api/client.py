@@ -30,6 +30,11 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
+    @property
+    def base_url(self) -> str:
+        """Where the service is."""
+        return str(self._http.base_url).rstrip("/")
+
     def is_ready(self) -> bool:
         """Whether the service answers and takes jobs."""
         try:

@@ -19,7 +19,8 @@ from api.tokens import KnownToken, scope_needed, scopes_of
 
 logger = logging.getLogger("meshwright.api")
 _SAFE_ID = re.compile(r"^[A-Za-z0-9._\-]{1,64}$")
-OPEN_PATHS = ("/healthz", "/readyz")
+OPEN_PATHS = ("/", "/healthz", "/readyz")
+PAGE_PATHS = ("/plans/", "/static/")
 
 
 class RequestId:
@@ -60,6 +61,11 @@ def _account(scope: Scope, status: int, wall_s: float) -> None:
         service.metrics.request_seconds.labels(route).observe(wall_s)
 
 
+def _is_open(path: str) -> bool:
+    """Probes, and pages: they hold no data and ask for the token themselves."""
+    return path in OPEN_PATHS or path.startswith(PAGE_PATHS)
+
+
 class BearerToken:
     """Every request but the health probes carries a token that may do what it asks for."""
 
@@ -68,7 +74,7 @@ class BearerToken:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse with 401 unless the token is known, with 403 unless it has the scope."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             problem = self._problem(scope)
             if problem is not None:
                 await response_of(problem, Request(scope))(scope, receive, send)
