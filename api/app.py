@@ -7,19 +7,25 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from api import middleware, problems
 from api.engine import Engine
+from api.metrics import CONTENT_TYPE
+from api.routes.artifacts import artifacts
 from api.routes.calibrations import calibrations
 from api.routes.documents import document_router, reading_router
+from api.routes.pages import pages, views
 from api.routes.plans import estimates, memory, plans
+from api.routes.questions import of_plans, questions
+from api.routes.recommendations import recommendations
 from api.routes.runs import executions, executions_of_plans, profiles
 from api.service import Service, ServiceDep
 from api.settings import Settings
+from api.tokens import KnownToken
 
 _DESCRIPTION = """How should this model be parallelised on this cluster, how fast and how full will it be, and was that right?
 
@@ -49,19 +55,37 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )  # fmt: skip
     problems.install(app)
-    middleware.wrap(app, limit_bytes=settings.max_body_bytes, token=settings.token)
-    if not settings.token:  # no page of another origin may reach a service without a token through a rebound name
+    known = [KnownToken.parse(text) for text in settings.token_hashes] + ([KnownToken.of(settings.token)] if settings.token else [])
+    middleware.wrap(app, limit_bytes=settings.max_body_bytes, tokens=known)
+    if not known:  # no page of another origin may reach a service without a token through a rebound name
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", "::1"])
     for kind in ("model", "cluster", "workload"):
         app.include_router(document_router(kind))
     documents = (profiles, reading_router("profile"), calibrations, reading_router("calibration"))
-    for router in (*documents, plans, estimates, memory, executions_of_plans, executions):
+    routers = (
+        pages,
+        views,
+        plans,
+        artifacts,
+        of_plans,
+        estimates,
+        memory,
+        questions,
+        recommendations,
+        executions_of_plans,
+        executions,
+    )
+    for router in (*documents, *routers):
         app.include_router(router)
     _add_health(app)
     return app
 
 
 def _add_health(app: FastAPI) -> None:
+    @app.get("/metrics", operation_id="metrics", tags=["health"], summary="Prometheus metrics", response_class=Response)
+    def metrics(service: ServiceDep) -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
     @app.get("/healthz", operation_id="healthz", tags=["health"], summary="Alive: the process answers")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}

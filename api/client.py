@@ -19,15 +19,21 @@ RECONNECT_S = 0.5
 class Client:
     """Requests to one service."""
 
-    def __init__(self, base_url: str, token: str | None = None) -> None:
+    def __init__(self, base_url: str, token: str | None = None, *, http: httpx.Client | None = None) -> None:
+        """``http``: a client of one's own, else one that connects to ``base_url``."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(30.0, read=120.0))
+        self._http = http or httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(30.0, read=120.0))
 
     def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
+
+    @property
+    def base_url(self) -> str:
+        """Where the service is."""
+        return str(self._http.base_url).rstrip("/")
 
     def is_ready(self) -> bool:
         """Whether the service answers and takes jobs."""
@@ -45,12 +51,13 @@ class Client:
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         return self._answer(self._http.post(path, json=body, headers=headers))
 
-    def run(self, path: str, body: Any, progress: ProgressSink = ignore) -> dict[str, Any]:
-        """Start a job, follow it, return its final resource. Raises what the job's error says when it did not succeed."""
+    def run(self, path: str, body: Any, progress: ProgressSink = ignore, *, needs_plan: bool = True) -> dict[str, Any]:
+        """Start a job, follow it, return its final resource. Raises what the job's error says when it did not succeed;
+        ``needs_plan=False``: an answer that no plan keeps the limits, or none was found in time, is returned as well."""
         job = self.post(path, body)
-        return self.follow(job["links"]["self"], progress)
+        return self.follow(job["links"]["self"], progress, needs_plan=needs_plan)
 
-    def follow(self, path: str, progress: ProgressSink = ignore) -> dict[str, Any]:
+    def follow(self, path: str, progress: ProgressSink = ignore, *, needs_plan: bool = True) -> dict[str, Any]:
         """Follow a job to its end, over broken connections; its final resource."""
         last = 0
         while True:
@@ -64,7 +71,8 @@ class Client:
                 time.sleep(RECONNECT_S)
             job: dict[str, Any] = self.get(path)
             if job["status"] in FINAL:
-                _raise_unless_succeeded(job)
+                if needs_plan or not job.get("answer"):
+                    _raise_unless_succeeded(job)
                 return job
 
     def _events(self, path: str, after: int) -> Iterator[tuple[int, str, dict[str, Any]]]:

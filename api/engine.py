@@ -7,11 +7,11 @@ pickles.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any
 
+from api.engine_questions import QuestionEngine, cost_model, reporting
 from api.schemas import PlanOptions
 from specs.accounting import FlopConvention, Utilization
 from specs.answer import PlanAnswer
@@ -28,32 +28,13 @@ from specs.profile import Profile
 from specs.progress import ProgressSink, ignore
 from specs.training import TrainingSpec
 
-if TYPE_CHECKING:
-    from simulator.cost_model import CostModel
-
-Params = ParamSpec("Params")
-Answer = TypeVar("Answer")
-
 
 def is_graph(document: Mapping[str, Any]) -> bool:
     """Whether a posted model is an op graph; else it is a Hugging Face config."""
     return "blocks" in document or "segments" in document or "ops" in document
 
 
-def _reporting(call: Callable[Params, Answer]) -> Callable[Params, Answer]:
-    """A value that breaks a rule deep inside (a device without a peak for the dtype) is bad input, not a defect."""
-
-    @functools.wraps(call)
-    def reported(*args: Params.args, **kwargs: Params.kwargs) -> Answer:
-        try:
-            return call(*args, **kwargs)
-        except InvalidInputValue as error:
-            raise InvalidInput([error.violation(())]) from error
-
-    return reported
-
-
-class Engine:
+class Engine(QuestionEngine):
     """What Meshwright can do, in terms of documents.
 
     ``allow_factory``: a graph may name code of this machine (``package.module:factory``) to be built; only the command line
@@ -65,7 +46,7 @@ class Engine:
 
     # models ----------------------------------------------------------------------------------------------------------
 
-    @_reporting
+    @reporting
     def check_model(self, document: Mapping[str, Any]) -> None:
         """Raise :class:`InvalidInput` when the document is neither a sound op graph nor a config that capture knows."""
         if is_graph(document):
@@ -80,14 +61,14 @@ class Engine:
 
         adapt(dict(document))
 
-    @_reporting
+    @reporting
     def capture(self, document: Mapping[str, Any], name: str, progress: ProgressSink = ignore) -> ModelGraph:
         """The op graph of a checked model document. Isolated: imports torch for a config."""
         from profiler.sources import model_from_document
 
         return model_from_document(document, name=name)
 
-    @_reporting
+    @reporting
     def load_model(self, text: str) -> ModelGraph:
         """The command line's MODEL: file, preset or ``package.module:factory``. Never called for a request."""
         from profiler.sources import load_model
@@ -108,7 +89,7 @@ class Engine:
 
     # clusters and profiles -------------------------------------------------------------------------------------------
 
-    @_reporting
+    @reporting
     def resolve(self, cluster: ClusterSpec) -> ClusterSpec:
         """Presets and device names filled in from the catalogue; unknown ones raise :class:`InvalidInput`."""
         from profiler.catalogue import resolve_cluster
@@ -133,7 +114,7 @@ class Engine:
 
         return local_cluster(num_devices)
 
-    @_reporting
+    @reporting
     def profile(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, *,
         strategies: Sequence[str] = (), quick: bool = True, progress: ProgressSink = ignore,
@@ -148,7 +129,7 @@ class Engine:
 
     # plans -----------------------------------------------------------------------------------------------------------
 
-    @_reporting
+    @reporting
     def plan(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None,
         options: PlanOptions, progress: ProgressSink = ignore, calibration: Calibration | None = None,
@@ -157,10 +138,10 @@ class Engine:
         from planner.search import SearchOptions, search
 
         chosen = SearchOptions(time_limit_s=options.time_limit_s, top=options.top, seed=options.seed, strategy=options.strategy)
-        model = _cost_model(graph, cluster, workload, profile, calibration)
+        model = cost_model(graph, cluster, workload, profile, calibration)
         return search(graph, cluster, workload, profile=profile, options=chosen, progress=progress, cost_model=model)
 
-    @_reporting
+    @reporting
     def plan_of(self, strategy: str, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> Plan:
         """A strategy made explicit and checked; raises :class:`InvalidInput` with every violation."""
         from planner.strategy import plan_from_strategy
@@ -171,14 +152,14 @@ class Engine:
             raise InvalidInput(violations, subject=f"strategy '{strategy}'")
         return plan
 
-    @_reporting
+    @reporting
     def violations(self, plan: Plan, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec) -> list[Violation]:
         """Every rule that the plan breaks."""
         from planner.validate import validate
 
         return validate(plan, graph, cluster, workload)
 
-    @_reporting
+    @reporting
     def estimate(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None,
         calibration: Calibration | None = None,
@@ -186,10 +167,10 @@ class Engine:
         """Step time and memory of a valid plan."""
         from simulator.predict import predict
 
-        model = _cost_model(graph, cluster, workload, profile, calibration)
+        model = cost_model(graph, cluster, workload, profile, calibration)
         return predict(graph, cluster, workload, plan, cost_model=model)
 
-    @_reporting
+    @reporting
     def memory(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, strategy: str | None = None, *,
         micro_batch: int = 1, host_buffer_factor: float = 1.0,
@@ -202,7 +183,7 @@ class Engine:
         model = CostModel(graph, cluster, workload)
         return memory_report(model, plan, micro_batch=micro_batch, host_buffer_factor=host_buffer_factor)
 
-    @_reporting
+    @reporting
     def states(
         self, workload: TrainingSpec, *, num_params: float, largest_layer_params: float, devices: int, nodes: int = 1,
         host_buffer_factor: float = 1.0,
@@ -215,7 +196,7 @@ class Engine:
             precision=workload.precision, optimizer=workload.optimizer, host_buffer_factor=host_buffer_factor,
         )  # fmt: skip
 
-    @_reporting
+    @reporting
     def utilization(
         self, graph: ModelGraph | None, device: str, *, dtype: str = "bfloat16", seq_len: int | None = None,
         tokens_per_s: float | None = None, achieved_flop_per_s: float | None = None,
@@ -232,7 +213,7 @@ class Engine:
             raise InvalidInputValue("rate_not_given", "give a model, a sequence length and tokens per second, or a FLOP rate")
         return utilization(graph, found, seq_len=seq_len, tokens_per_s=tokens_per_s, dtype=dtype, convention=convention)
 
-    @_reporting
+    @reporting
     def trace(
         self, graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, plan: Plan, profile: Profile | None,
         calibration: Calibration | None = None,
@@ -241,12 +222,12 @@ class Engine:
         from simulator.predict import simulate
         from simulator.trace import chrome_trace
 
-        model = _cost_model(graph, cluster, workload, profile, calibration).for_plan(plan)
+        model = cost_model(graph, cluster, workload, profile, calibration).for_plan(plan)
         return chrome_trace(model, plan, simulate(model, plan))
 
     # executions ------------------------------------------------------------------------------------------------------
 
-    @_reporting
+    @reporting
     def execute(
         self,
         plan: Plan,
@@ -298,7 +279,7 @@ class Engine:
 
         return compare(prediction, measurement)
 
-    @_reporting
+    @reporting
     def calibrate(
         self, graph: ModelGraph, cluster: ClusterSpec, profile: Profile | None, measurements: Sequence[Measurement], *,
         plans: Sequence[Plan] = (), workload: TrainingSpec | None = None, progress: ProgressSink = ignore,
@@ -307,16 +288,6 @@ class Engine:
         from planner.calibration import calibrate_measurements
 
         return calibrate_measurements(graph, cluster, profile, measurements, plans=plans, workload=workload)
-
-
-def _cost_model(
-    graph: ModelGraph, cluster: ClusterSpec, workload: TrainingSpec, profile: Profile | None, calibration: Calibration | None
-) -> CostModel:
-    """The prices that every answer about these documents rests on."""
-    from planner.calibration import factors_for
-    from simulator.cost_model import CostModel
-
-    return CostModel(graph, cluster, workload, profile, factors=factors_for(cluster, profile, calibration))
 
 
 def fits(prediction: Prediction) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from api.demo_result import Run
 from specs.prediction import Prediction
 from specs.terms import MEMORY_TERMS, TIME_TERMS
-from specs.units import MIB
+from specs.units import GIB, MIB
 
 Figure = dict[str, Any]
 PREDICTED, MEASURED = "#3b7dd8", "#e08a2b"
@@ -123,6 +123,32 @@ def memory(predictions: Sequence[tuple[str, Prediction]], measured_bytes: Sequen
             }
         )
     return {"data": traces, "layout": {"barmode": "stack", "yaxis": {"title": {"text": "MiB, fullest rank"}}}}
+
+
+def memory_by_stage(prediction: Prediction) -> Figure:
+    """Peak memory of every stage by term, with the margin and process above it, against the capacity line. GiB."""
+    ranks = prediction.ranks
+    labels = [f"stage {rank.stage}" if len(ranks) > 1 else "every device" for rank in ranks]
+
+    def bar(name: str, sizes: list[float], **more: Any) -> Figure:
+        hover = name + ": %{x:.2f} GiB<extra>%{y}</extra>"
+        return {"type": "bar", "orientation": "h", "name": name, "y": labels, "x": sizes, "hovertemplate": hover, **more}
+
+    used = [term for term in MEMORY_TERMS if any(rank.memory.terms.get(term) for rank in ranks)]
+    traces = [bar(term, [rank.memory.terms.get(term, 0.0) / GIB for rank in ranks]) for term in used]
+    over = [max(0.0, (rank.memory.reserved_bytes or 0.0) - rank.memory.peak_bytes) / GIB for rank in ranks]
+    if any(over):
+        traces.append(bar("margin and process", over, marker={"color": "rgba(128,128,128,0.35)"}))
+    capacity = {
+        "type": "scatter", "mode": "markers", "name": "capacity", "y": labels,
+        "x": [rank.memory.capacity_bytes / GIB for rank in ranks], "hovertemplate": "capacity: %{x:.2f} GiB<extra>%{y}</extra>",
+        "marker": {"symbol": "line-ns-open", "size": 26, "color": MEASURED, "line": {"width": 3}},
+    }  # fmt: skip
+    layout = {
+        "barmode": "stack", "height": 170 + 34 * len(ranks), "xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "automargin": True},
+    }  # fmt: skip
+    return {"data": [*traces, capacity], "layout": layout}
 
 
 def timeline(trace: dict[str, Any]) -> Figure | None:

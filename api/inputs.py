@@ -8,7 +8,8 @@ from typing import Any
 
 from api.cache import Cache
 from api.engine import Engine, is_graph
-from api.settings import LOCAL_CLUSTER_ID
+from api.limits import check_size
+from api.settings import LOCAL_CLUSTER_ID, Settings
 from api.store import Job, Store, StoredDocument
 from specs.base import Document
 from specs.calibration import Calibration
@@ -45,12 +46,13 @@ class Inputs:
 class InputReader:
     """Turns what clients send into stored documents."""
 
-    def __init__(self, store: Store, engine: Engine) -> None:
-        self._store, self._engine = store, engine
+    def __init__(self, store: Store, engine: Engine, settings: Settings) -> None:
+        self._store, self._engine, self._settings = store, engine, settings
         self._graphs: Cache[ModelGraph] = Cache(16)
 
     def store_document(self, kind: str, data: dict[str, Any]) -> tuple[StoredDocument, bool]:
         """Check and store one posted document; raises :class:`InvalidInput` with every violation."""
+        check_size(kind, data, self._settings)
         if kind == "model":
             return self._store_model(data)
         document = _PARSERS[kind].parse(data)
@@ -127,17 +129,19 @@ class InputReader:
 
     def load(self, rows: dict[str, StoredDocument]) -> Inputs:
         """Documents from their rows, the cluster resolved."""
-        profile, calibration = rows.get("profile"), rows.get("calibration")
+        profile, calibration = self.measured(rows)
         return Inputs(
             model=rows["model"],
-            graph=self._graph(rows["model"].content_hash),
+            graph=self.graph(rows["model"].content_hash),
             cluster=self._engine.resolve(ClusterSpec.parse(rows["cluster"].document)),
             workload=TrainingSpec.parse(rows["workload"].document),
-            profile=None if profile is None else Profile.parse(profile.document),
-            calibration=None if calibration is None else Calibration.parse(calibration.document),
+            profile=profile,
+            calibration=calibration,
         )
 
-    def _graph(self, model_hash: str) -> ModelGraph | None:
+    def graph(self, model_hash: str) -> ModelGraph | None:
+        """The captured graph of the model document with that hash, if it was captured."""
+
         def load() -> ModelGraph:
             stored = self._store.graph(model_hash)
             if stored is None:
@@ -149,6 +153,14 @@ class InputReader:
         except KeyError:
             return None
 
+    def measured(self, rows: dict[str, StoredDocument]) -> tuple[Profile | None, Calibration | None]:
+        """Profile and calibration of the rows, where they are named."""
+        profile, calibration = rows.get("profile"), rows.get("calibration")
+        return (
+            None if profile is None else Profile.parse(profile.document),
+            None if calibration is None else Calibration.parse(calibration.document),
+        )
+
     def rows_of(self, job: Job) -> dict[str, StoredDocument]:
         """The rows that a job's request names."""
         return {kind: self.find(kind, job.request[kind]) for kind in KINDS if job.request.get(kind)}
@@ -157,13 +169,13 @@ class InputReader:
         """The documents that a job's request names."""
         return self.load(self.rows_of(job))
 
-    def graph_of(self, inputs: Inputs, capture: Callable[[StoredDocument], ModelGraph]) -> ModelGraph:
-        """The graph, captured and kept when nobody has done so yet."""
-        if inputs.graph is not None:
-            return inputs.graph
-        graph = capture(inputs.model)
-        self.keep_graph(inputs.model, graph)
-        return graph
+    def graph_of(self, model: StoredDocument, capture: Callable[[StoredDocument], ModelGraph]) -> ModelGraph:
+        """The graph of a model, captured and kept when nobody has done so yet."""
+        found = self.graph(model.content_hash)
+        if found is None:
+            found = capture(model)
+            self.keep_graph(model, found)
+        return found
 
 
 def _refuse_paths(workload: TrainingSpec) -> None:

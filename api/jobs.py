@@ -22,6 +22,7 @@ from api.documents import full
 from api.engine import Engine
 from api.inputs import InputReader
 from api.isolate import UnexpectedError, isolated
+from api.logs import belonging_to
 from api.problem_body import problem_of
 from api.settings import Settings
 from api.store import Job, Store
@@ -51,9 +52,12 @@ class ServiceStopping(BaseException):
 class Jobs:
     """The running jobs of this process. One at a time: DBOS is one per process."""
 
-    def __init__(self, settings: Settings, store: Store, engine: Engine, notify: Callable[[str], None] = lambda _: None) -> None:
-        self.settings, self.store, self.engine, self.reader = settings, store, engine, InputReader(store, engine)
-        self._notify = notify
+    def __init__(
+        self, settings: Settings, store: Store, engine: Engine, notify: Callable[[str], None] = lambda _: None,
+        observe: Callable[[Job], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.settings, self.store, self.engine, self.reader = settings, store, engine, InputReader(store, engine, settings)
+        self._notify, self._observe = notify, observe
         self._stopping = threading.Event()
         self._idle = threading.Condition()
         self._active = 0
@@ -98,9 +102,9 @@ class Jobs:
 
     def submit(self, job: Job) -> None:
         """Enqueue a stored job; a second time is the first."""
-        workflow = {"plan": plan_job, "profile": profile_job, "execution": execution_job}[job.kind]
+        workflow = _WORKFLOWS[job.kind]
         with SetWorkflowID(job.id):
-            DBOS.enqueue_workflow(PLAN_QUEUE if job.kind == "plan" else DEVICE_QUEUE, workflow, job.id)
+            DBOS.enqueue_workflow(PLAN_QUEUE if job.kind in ("plan", "recommendation") else DEVICE_QUEUE, workflow, job.id)
 
     def cancel(self, job_id: str) -> None:
         """End a job: a queued one at once, a running one within a second or so."""
@@ -109,11 +113,20 @@ class Jobs:
 
     def finish(self, job_id: str, status: str, error: BaseException | None = None) -> None:
         """Give an open job its final status."""
-        self.store.finish(job_id, status, error=None if error is None else problem_of(error))
+        changed = self.store.finish(job_id, status, error=None if error is None else problem_of(error))
         self._notify(job_id)
+        job = self.store.job(job_id) if changed else None
+        if job is not None:
+            logger.info("%s ended as %s", job_id, status)
+            self._observe(job)
 
     def run(self, job_id: str, steps: tuple[Callable[[str], bool], ...]) -> None:
-        """The body of every workflow: count the attempt, then step by step until one says stop."""
+        """The body of every workflow; its log lines carry the ids of the job and of the request that asked for it."""
+        with belonging_to(request_id=self.store.request_id(job_id), job_id=job_id):
+            self._run(job_id, steps)
+
+    def _run(self, job_id: str, steps: tuple[Callable[[str], bool], ...]) -> None:
+        """Count the attempt, then step by step until one says stop."""
         with self._idle:
             self._active += 1
         try:
@@ -220,9 +233,9 @@ def _outcome(job_id: str, work: Callable[[Jobs, Job], None]) -> bool:
 
 
 def _capture(jobs: Jobs, job: Job) -> None:
-    inputs = jobs.reader.load_job(job)
     jobs.reader.graph_of(
-        inputs, lambda model: jobs.isolated(job, jobs.engine.capture, model.document, model.name, time_limit_s=600)
+        jobs.reader.rows_of(job)["model"],
+        lambda model: jobs.isolated(job, jobs.engine.capture, model.document, model.name, time_limit_s=600),
     )
 
 
@@ -236,6 +249,18 @@ def _search(jobs: Jobs, job: Job) -> None:
     )  # fmt: skip
     jobs.store.add_result(job.id, {"answer": full(answer)})
     jobs.finish(job.id, {"infeasible": "infeasible", "timed_out": "timed_out"}.get(answer.status, "succeeded"))
+
+
+def _recommend(jobs: Jobs, job: Job) -> None:
+    from api.schemas import RecommendOptions
+
+    inputs, options = jobs.reader.load_job(job), RecommendOptions.model_validate(job.request["options"])
+    answer = jobs.isolated(
+        job, jobs.engine.recommend, inputs.graph, job.request["device"], inputs.workload, options,
+        time_limit_s=options.time_limit_s + SEARCH_GRACE_S,
+    )  # fmt: skip
+    jobs.store.add_result(job.id, {"answer": full(answer)})
+    jobs.finish(job.id, "infeasible" if answer.fewest_devices is None else "succeeded")
 
 
 def _measure(jobs: Jobs, job: Job) -> None:
@@ -294,6 +319,12 @@ def search_step(job_id: str) -> bool:
     return _outcome(job_id, _search)
 
 
+@DBOS.step(name="recommend")
+def recommend_step(job_id: str) -> bool:
+    """The best plan at every size."""
+    return _outcome(job_id, _recommend)
+
+
 @DBOS.step(name="measure")
 def measure_step(job_id: str) -> bool:
     """The profile."""
@@ -327,6 +358,12 @@ def plan_job(job_id: str) -> None:
     _jobs().run(job_id, (capture_step, search_step))
 
 
+@DBOS.workflow(name="recommendation_job")
+def recommendation_job(job_id: str) -> None:
+    """Capture, then search every size."""
+    _jobs().run(job_id, (capture_step, recommend_step))
+
+
 @DBOS.workflow(name="profile_job")
 def profile_job(job_id: str) -> None:
     """Capture, then measure this machine."""
@@ -337,3 +374,8 @@ def profile_job(job_id: str) -> None:
 def execution_job(job_id: str) -> None:
     """Predict, run, compare."""
     _jobs().run(job_id, (predict_step, execute_step, compare_step))
+
+
+_WORKFLOWS: dict[str, Callable[[str], None]] = {
+    "plan": plan_job, "recommendation": recommendation_job, "profile": profile_job, "execution": execution_job,
+}  # fmt: skip

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.logs import belonging_to
 from api.problem_body import ApiProblem
 from api.problems import response_of
+from api.tokens import KnownToken, scope_needed, scopes_of
 
 logger = logging.getLogger("meshwright.api")
 _SAFE_ID = re.compile(r"^[A-Za-z0-9._\-]{1,64}$")
-OPEN_PATHS = ("/healthz", "/readyz")
+OPEN_PATHS = ("/", "/healthz", "/readyz")
+PAGE_PATHS = ("/plans/", "/static/")
 
 
 class RequestId:
@@ -39,30 +42,56 @@ class RequestId:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id.encode())]}
-                wall_ms = (time.perf_counter() - started) * 1e3
-                logger.info("%s %s %d %.1f ms id=%s", scope["method"], scope["path"], message["status"], wall_ms, request_id)
+                _account(scope, message["status"], time.perf_counter() - started)
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        with belonging_to(request_id=request_id):
+            await self.app(scope, receive, send_with_id)
+
+
+def _account(scope: Scope, status: int, wall_s: float) -> None:
+    """One log line and the metrics of a request."""
+    method, path = scope["method"], scope["path"]
+    facts = {"method": method, "path": path, "status": status, "wall_s": round(wall_s, 6)}
+    logger.info("%s %s %d %.1f ms", method, path, status, wall_s * 1e3, extra=facts)
+    service = getattr(scope["app"].state, "service", None) if "app" in scope else None
+    if service is not None:
+        route = getattr(scope.get("route"), "path", "none")  # the template: paths with ids would be a series each
+        service.metrics.requests.labels(method, route, str(status)).inc()
+        service.metrics.request_seconds.labels(route).observe(wall_s)
+
+
+def _is_open(path: str) -> bool:
+    """Probes, and pages: they hold no data and ask for the token themselves."""
+    return path in OPEN_PATHS or path.startswith(PAGE_PATHS)
 
 
 class BearerToken:
-    """Every request but the health probes carries the operator's token."""
+    """Every request but the health probes carries a token that may do what it asks for."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self._expected = app, f"Bearer {token}".encode()
+    def __init__(self, app: ASGIApp, known: Sequence[KnownToken]) -> None:
+        self.app, self._known = app, tuple(known)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse with 401 unless the token is right."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                problem = ApiProblem(
-                    401, "unauthorized", "a valid bearer token is required", headers={"WWW-Authenticate": "Bearer"}
-                )
+        """Refuse with 401 unless the token is known, with 403 unless it has the scope."""
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            problem = self._problem(scope)
+            if problem is not None:
                 await response_of(problem, Request(scope))(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ApiProblem | None:
+        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        kind, _, token = given.partition(" ")
+        scopes = scopes_of(token.strip(), self._known) if kind.lower() == "bearer" else None
+        if scopes is None:
+            return ApiProblem(401, "unauthorized", "a valid bearer token is required", headers={"WWW-Authenticate": "Bearer"})
+        needed = scope_needed(scope["method"], scope["path"])
+        if needed not in scopes:
+            header = {"WWW-Authenticate": f'Bearer error="insufficient_scope", scope="{needed}"'}
+            return ApiProblem(403, "scope-missing", f"this token lacks the scope '{needed}'", headers=header)
+        return None
 
 
 class BodyLimit:
@@ -102,9 +131,9 @@ class BodyLimit:
         await response_of(problem, Request(scope))(scope, receive, send)
 
 
-def wrap(app: Any, *, limit_bytes: int, token: str | None) -> None:
+def wrap(app: Any, *, limit_bytes: int, tokens: Sequence[KnownToken]) -> None:
     """Add the middleware to a FastAPI app; the last one added is the outermost."""
     app.add_middleware(BodyLimit, limit_bytes=limit_bytes)
-    if token:
-        app.add_middleware(BearerToken, token=token)
+    if tokens:
+        app.add_middleware(BearerToken, known=tokens)
     app.add_middleware(RequestId)

@@ -8,9 +8,11 @@ from pydantic import BaseModel, Field
 
 from specs.answer import PlanAnswer
 from specs.base import Spec
+from specs.interchange import Framework, Target
 from specs.measurement import Comparison, Measurement
 from specs.plan import Plan
 from specs.prediction import Prediction
+from specs.questions import Recommendation
 
 JobStatus = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled", "timed_out"]
 Reference = str | dict[str, Any]
@@ -25,6 +27,17 @@ class PlanOptions(Spec):
     strategy: str | None = Field(
         default=None, min_length=1, max_length=2000, description="'tp=2 pp=2 micro_batch=1 recompute=full zero=0'"
     )
+
+
+class RecommendOptions(Spec):
+    """How to look for the number of devices."""
+
+    max_devices: int = Field(default=512, ge=1, le=65536)
+    preset: str | None = Field(default=None, description="node preset; none = one of the catalogue with that device")
+    time_limit_s: float = Field(default=120.0, gt=0, description="of all searches together")
+    seed: int = 0
+    strategy: str | None = Field(default=None, min_length=1, max_length=2000, description="fields that every plan must have")
+    efficient_at_least: float = Field(default=0.8, gt=0, le=1, description="share of the best tokens per second and device")
 
 
 class PlanRequest(Spec):
@@ -72,6 +85,65 @@ class MemoryRequest(Spec):
     strategy: str | None = Field(default=None, min_length=1, max_length=2000)
     micro_batch: int = Field(default=1, ge=1, description="sequences of a pass where no strategy says it")
     host_buffer_factor: float = Field(default=1.0, ge=1, description="multiplies host bytes of offloaded states; 1 = none hidden")
+
+
+class ExportRequest(Spec):
+    """A plan to write in another framework's words. With the id of a planning job, its own documents are used."""
+
+    plan: Reference = Field(description="plan document, or id of a planning job")
+    target: Target
+    model: Reference | None = Field(default=None, description="adds the sizes of the model")
+    cluster: Reference | None = Field(default=None, description="adds devices per node")
+    workload: Reference | None = Field(default=None, description="adds precision and optimizer")
+
+
+class ImportRequest(Spec):
+    """A framework's config to judge. The text is data: nothing of it is opened or run."""
+
+    text: str = Field(min_length=1, max_length=1_000_000, description="the file's content")
+    framework: Framework
+    strategy: str | None = Field(default=None, min_length=1, max_length=2000, description="fields that the file does not say")
+    model: Reference | None = None
+    cluster: Reference | None = None
+    workload: Reference | None = None
+    profile: Reference | None = None
+    calibration: Reference | None = None
+
+
+class DiffRequest(Spec):
+    """Two plans of one model: documents, or ids of planning jobs."""
+
+    before: Reference
+    after: Reference
+    model: Reference | None = Field(default=None, description="needed when neither plan is a planning job")
+    workload: Reference | None = Field(default=None, description="needed when neither plan is a planning job")
+    cluster: Reference | None = Field(default=None, description="adds the time of the move")
+
+
+class WhyNotOfPlanRequest(Spec):
+    """A strategy to hold against the chosen plan of a finished planning job."""
+
+    strategy: str = Field(min_length=1, max_length=2000, description="'tp=8 pp=2 micro_batch=1 zero=1'")
+
+
+class WhyNotRequest(WhyNotOfPlanRequest):
+    """A strategy to hold against a given plan. With the id of a planning job, its own documents are used."""
+
+    plan: Reference = Field(description="plan document, or id of a planning job")
+    model: Reference | None = None
+    cluster: Reference | None = None
+    workload: Reference | None = None
+    profile: Reference | None = None
+    calibration: Reference | None = None
+
+
+class RecommendRequest(Spec):
+    """How many devices of this type does the job need?"""
+
+    model: Reference
+    device: str = Field(min_length=1, max_length=100, description="device of the catalogue")
+    workload: Reference
+    options: RecommendOptions = RecommendOptions()
 
 
 class ProfileRequest(Spec):
@@ -136,6 +208,12 @@ class PlanResource(JobResource):
     """A planning job and its answer. An infeasible answer is a result: ``answer.limits`` say what breaks and by how much."""
 
     answer: PlanAnswer | None = None
+
+
+class RecommendationResource(JobResource):
+    """A recommendation job and its answer."""
+
+    answer: Recommendation | None = None
 
 
 class ExecutionResource(JobResource):

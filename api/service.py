@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -23,13 +24,17 @@ from api.engine import Engine
 from api.inputs import InputReader, Inputs
 from api.isolate import isolated
 from api.jobs import Jobs
+from api.logs import current_request_id
+from api.metrics import Metrics
 from api.problem_body import ApiProblem
 from api.settings import LOCAL_CLUSTER_ID, Settings
-from api.store import Job, Store, StoredDocument
+from api.store import Cursor, Job, Store, StoredDocument
 from api.stream import EventHub
 from specs.errors import InvalidInput, Violation, nearest_name
 from specs.graph import ModelGraph
 
+VERSION = importlib.metadata.version("meshwright")
+RETRY_AFTER_S = 5
 CAPTURE_LIMIT_S = 600.0
 LOCAL_LIMIT_S = 300.0
 PLURALS = {
@@ -39,11 +44,13 @@ PLURALS = {
     "profile": "profiles",
     "calibration": "calibrations",
     "plan": "plans",
+    "recommendation": "recommendations",
     "execution": "executions",
 }
 IdempotencyKey = Annotated[
     str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255, description="the same key and body give the same job")
 ]
+Reuse = Annotated[bool, Query(description="give the earlier job of the same inputs and options, unless time cut its answer short")]
 Limit = Annotated[int, Query(ge=1, le=100, description="most items to return")]
 Before = Annotated[str | None, Query(description="cursor: 'next' of the page before")]
 
@@ -54,9 +61,10 @@ class Service:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings, self.engine = settings, engine
         self.store, self.hub = Store(settings.url), EventHub()
-        self.reader = InputReader(self.store, engine)
-        self.jobs = Jobs(settings, self.store, engine, self.hub.notify)
+        self.reader, self.metrics = InputReader(self.store, engine, settings), Metrics(self.store)
+        self.jobs = Jobs(settings, self.store, engine, self.hub.notify, self.metrics.observe)
         self._capturing = threading.Lock()
+        self._capture_slots = threading.BoundedSemaphore(settings.max_waiting_captures)
         self.estimates: Cache[dict[str, Any]] = Cache(512)
 
     def register_local(self) -> None:
@@ -92,10 +100,24 @@ class Service:
             raise _not_found(kind, identifier, None)
         return job
 
-    def create_job(self, kind: str, request: dict[str, Any], key: str | None, posted: Any, *, parent_id: str | None = None) -> Job:
-        """Store and enqueue a job, once per idempotency key; the same key with another body is refused."""
-        digest = hashlib.sha256(json.dumps([parent_id, posted], sort_keys=True, default=str).encode()).hexdigest()
-        job, created = self.store.create_job(kind, request, parent_id=parent_id, idempotency_key=key, request_hash=digest)
+    def create_job(
+        self, kind: str, request: dict[str, Any], key: str | None, posted: Any, *, parent_id: str | None = None, reuse: bool = False
+    ) -> Job:
+        """Store and enqueue a job, once per idempotency key; the same key with another body is refused.
+
+        ``reuse``: an earlier job of the same inputs, answered by this version, is given instead of a new one. Raises
+        :class:`ApiProblem` (429) when too many jobs wait.
+        """
+        digest = _digest(parent_id, posted)
+        inputs = _digest(VERSION, kind, parent_id, posted)
+        earlier = self.store.answered_job(kind, inputs) if reuse and key is None else None
+        if earlier is not None:
+            return earlier
+        self._refuse_when_full(kind)
+        job, created = self.store.create_job(
+            kind, request, parent_id=parent_id, idempotency_key=key, request_hash=digest, input_hash=inputs,
+            request_id=current_request_id(),
+        )  # fmt: skip
         if not created and job.request_hash != digest:
             raise ApiProblem(
                 422,
@@ -113,17 +135,35 @@ class Service:
         self.jobs.submit(job)
         return job
 
+    def _refuse_when_full(self, kind: str) -> None:
+        waiting = self.store.counts().get((kind, "queued"), 0)
+        if waiting >= self.settings.max_queued_jobs:
+            raise ApiProblem(
+                429, "too-many-jobs", f"{waiting} {PLURALS[kind]} wait already, the most that this service takes",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )  # fmt: skip
+
     def inputs(self, rows: dict[str, StoredDocument]) -> tuple[Inputs, ModelGraph]:
-        """Documents and graph; a model that nobody captured yet is captured now, in a child process, one at a time."""
-        inputs = self.reader.load(rows)
-        if inputs.graph is not None:
-            return inputs, inputs.graph
-        with self._capturing:
-            inputs = self.reader.load(rows)  # whoever held the lock may have captured it
-            graph = self.reader.graph_of(
-                inputs, lambda model: isolated(self.engine.capture, model.document, model.name, time_limit_s=CAPTURE_LIMIT_S)
-            )
-        return inputs, graph
+        """Documents and graph; a model that nobody captured yet is captured now."""
+        return self.reader.load(rows), self.graph(rows["model"])
+
+    def graph(self, model: StoredDocument) -> ModelGraph:
+        """The graph of a model; one that nobody captured yet is captured now, in a child process, one at a time.
+
+        Raises :class:`ApiProblem` (503) when many wait for captures already.
+        """
+        found = self.reader.graph(model.content_hash)
+        if found is not None:
+            return found
+        if not self._capture_slots.acquire(blocking=False):
+            raise ApiProblem(503, "busy", "many models wait to be captured", headers={"Retry-After": str(RETRY_AFTER_S)})
+        try:
+            with self._capturing:  # whoever held the lock may have captured it
+                return self.reader.graph_of(
+                    model, lambda row: isolated(self.engine.capture, row.document, row.name, time_limit_s=CAPTURE_LIMIT_S)
+                )
+        finally:
+            self._capture_slots.release()
 
     def health(self) -> dict[str, str]:
         """'ok' or what is wrong, by part."""
@@ -176,7 +216,22 @@ def job_resource(job: Job) -> dict[str, Any]:
 
 def page(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     """A page and the cursor of the next one."""
-    return {"items": items, "next": items[-1]["id"] if len(items) == limit else None}
+    return {"items": items, "next": f"{items[-1]['created_at']}~{items[-1]['id']}" if len(items) == limit else None}
+
+
+def cursor(text: str | None) -> Cursor | None:
+    """The cursor that :func:`page` gave, read back."""
+    if text is None:
+        return None
+    created, separator, identifier = text.partition("~")
+    if not separator:
+        violation = Violation(code="bad_cursor", message="this is no cursor of a page", loc=("query", "before"), actual=text)
+        raise InvalidInput([violation], subject="request")
+    return created, identifier
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @contextmanager

@@ -35,6 +35,14 @@ class Settings(Spec):
     )
     max_body_bytes: int = Field(default=int(32 * MIB), ge=1024, description="largest request body")
     plan_workers: int = Field(default=1, ge=1, description="plan jobs that run at once")
+    max_queued_jobs: int = Field(default=1000, ge=1, description="jobs of one kind that may wait; more are refused with 429")
+    max_waiting_captures: int = Field(default=16, ge=1, description="requests that may wait for a capture; more get 503")
+    max_depth: int = Field(default=64, ge=8, description="deepest nesting of a posted document")
+    max_graph_ops: int = Field(default=50_000, ge=1, description="ops of a posted graph, blocks counted once")
+    max_units: int = Field(default=10_000, ge=1, description="units of a posted graph or layers of a posted config")
+    token_hashes: tuple[str, ...] = Field(
+        default=(), description="'scopes:hash' of more tokens, as 'meshwright token' prints them; in the environment separated by ;"
+    )
     max_attempts: int = Field(default=3, ge=1, description="starts of one job, crashes of the service included")
     max_time_limit_s: float = Field(default=3600.0, gt=0, description="longest search a client may ask for")
     execution_time_limit_s: float = Field(default=1800.0, gt=0, description="longest execution or profiling job")
@@ -56,6 +64,11 @@ class Settings(Spec):
         return make_url(self.url).render_as_string(hide_password=True)
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether requests must carry a token."""
+        return bool(self.token or self.token_hashes)
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach ``host``."""
         if self.host == "localhost":
@@ -67,7 +80,7 @@ class Settings(Spec):
 
     def check_exposed(self) -> None:
         """Raise :class:`InvalidInput` when others could reach the service without a token."""
-        if not self.is_loopback and not self.token:
+        if not self.is_loopback and not self.has_tokens:
             raise InvalidInput.single(
                 "token_required",
                 f"listening on {self.host} lets other machines in, and no token is set",
@@ -91,7 +104,7 @@ def load_settings(**given: Any) -> Settings:
     for name in Settings.model_fields:
         text = os.environ.get(ENVIRONMENT_PREFIX + name.upper())
         if text is not None:
-            values[name] = text
+            values[name] = tuple(filter(None, text.split(";"))) if name == "token_hashes" else text
     values.update({name: value for name, value in given.items() if value is not None})
     try:
         return Settings.model_validate(values)

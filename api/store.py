@@ -18,56 +18,18 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-_metadata = sa.MetaData()
-
-_documents = sa.Table(
-    "documents", _metadata,
-    sa.Column("id", sa.String(64), primary_key=True),
-    sa.Column("kind", sa.String(16), nullable=False, index=True),
-    sa.Column("name", sa.String(200), nullable=False),
-    sa.Column("content_hash", sa.String(64), nullable=False),
-    sa.Column("created_at", sa.String(32), nullable=False),
-    sa.Column("attributes", sa.JSON, nullable=False),
-    sa.Column("document", sa.JSON, nullable=False),
-)  # fmt: skip
-
-_graphs = sa.Table(
-    "graphs", _metadata,
-    sa.Column("model_hash", sa.String(64), primary_key=True),
-    sa.Column("graph", sa.JSON, nullable=False),
-)  # fmt: skip
-
-_jobs = sa.Table(
-    "jobs", _metadata,
-    sa.Column("id", sa.String(64), primary_key=True),
-    sa.Column("kind", sa.String(16), nullable=False, index=True),
-    sa.Column("parent_id", sa.String(64), index=True),
-    sa.Column("status", sa.String(16), nullable=False, index=True),
-    sa.Column("request", sa.JSON, nullable=False),
-    sa.Column("result", sa.JSON),
-    sa.Column("error", sa.JSON),
-    sa.Column("progress", sa.JSON),
-    sa.Column("attempts", sa.Integer, nullable=False, default=0),
-    sa.Column("cancel_requested", sa.Boolean, nullable=False, default=False),
-    sa.Column("idempotency_key", sa.String(255)),
-    sa.Column("request_hash", sa.String(64)),
-    sa.Column("created_at", sa.String(32), nullable=False),
-    sa.Column("started_at", sa.String(32)),
-    sa.Column("finished_at", sa.String(32)),
-    sa.UniqueConstraint("kind", "idempotency_key"),
-)  # fmt: skip
-
-_events = sa.Table(
-    "events", _metadata,
-    sa.Column("job_id", sa.String(64), sa.ForeignKey("jobs.id"), primary_key=True),
-    sa.Column("seq", sa.Integer, primary_key=True),
-    sa.Column("type", sa.String(16), nullable=False),
-    sa.Column("created_at", sa.String(32), nullable=False),
-    sa.Column("data", sa.JSON, nullable=False),
-)  # fmt: skip
+from api.tables import documents as _documents
+from api.tables import events as _events
+from api.tables import graphs as _graphs
+from api.tables import jobs as _jobs
+from api.tables import metadata, prepare_sqlite
+from api.tables import origins as _origins
 
 OPEN = ("queued", "running")
 FINAL = ("succeeded", "infeasible", "failed", "cancelled", "timed_out")
+
+
+Cursor = tuple[str, str]  # created_at and id of the last row seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +95,8 @@ class Store:
             Path(parsed.database).absolute().parent.mkdir(parents=True, exist_ok=True)
         self._engine = sa.create_engine(url, pool_pre_ping=True)
         if parsed.get_backend_name() == "sqlite":
-            sa.event.listen(self._engine, "connect", _prepare_sqlite)
-        _metadata.create_all(self._engine)
+            sa.event.listen(self._engine, "connect", prepare_sqlite)
+        metadata.create_all(self._engine)
 
     def close(self) -> None:
         """Give all connections back."""
@@ -182,10 +144,16 @@ class Store:
             ).one_or_none()
         return None if row is None else StoredDocument(**row._mapping)
 
-    def documents(self, kind: str, *, limit: int, before: str | None = None) -> list[StoredDocument]:
-        """Newest first; ``before`` is the id of the last one seen."""
+    def documents(
+        self, kind: str, *, limit: int, before: Cursor | None = None, name: str | None = None, content_hash: str | None = None
+    ) -> list[StoredDocument]:
+        """Newest first; ``before`` is the last one seen. ``name`` and ``content_hash`` filter."""
+        query = _page(_documents, before).where(_documents.c.kind == kind).limit(limit)
+        if name is not None:
+            query = query.where(_documents.c.name == name)
+        if content_hash is not None:
+            query = query.where(_documents.c.content_hash == content_hash)
         with self._engine.connect() as connection:
-            query = _page(_documents, before).where(_documents.c.kind == kind).limit(limit)
             return [StoredDocument(**row._mapping) for row in connection.execute(query)]
 
     def document_ids(self, kind: str) -> list[str]:
@@ -193,6 +161,18 @@ class Store:
         with self._engine.connect() as connection:
             query = sa.select(_documents.c.id).where(_documents.c.kind == kind).order_by(_documents.c.created_at.desc()).limit(1000)
             return list(connection.execute(query).scalars())
+
+    def delete_document(self, row: StoredDocument) -> str | None:
+        """Delete a document (and a model's graph); what rests on it when it has to stay."""
+        with self._transaction() as connection:
+            users = sa.select(_jobs.c.id).where(sa.cast(_jobs.c.request, sa.Text).contains(f'"{row.id}"', autoescape=True)).limit(1)
+            used = connection.execute(users).scalar_one_or_none()
+            if used is not None:
+                return f"job {used} rests on it"
+            connection.execute(sa.delete(_documents).where(_documents.c.id == row.id))
+            if row.kind == "model":
+                connection.execute(sa.delete(_graphs).where(_graphs.c.model_hash == row.content_hash))
+        return None
 
     def graph(self, model_hash: str) -> dict[str, Any] | None:
         """The captured graph of the model document with that hash."""
@@ -211,9 +191,13 @@ class Store:
 
     def create_job(
         self, kind: str, request: dict[str, Any], *, parent_id: str | None = None,
-        idempotency_key: str | None = None, request_hash: str | None = None,
+        idempotency_key: str | None = None, request_hash: str | None = None, input_hash: str | None = None,
+        request_id: str | None = None,
     ) -> tuple[Job, bool]:  # fmt: skip
-        """A new queued job, or the one that this idempotency key already made; ``(job, created)``."""
+        """A new queued job, or the one that this idempotency key already made; ``(job, created)``.
+
+        ``input_hash``: of everything that the answer depends on. ``request_id``: of the request that asked for it.
+        """
         job = Job(
             id=f"{kind}-{secrets.token_hex(8)}", kind=kind, parent_id=parent_id, status="queued", request=request, result=None,
             error=None, progress=None, attempts=0, cancel_requested=False, idempotency_key=idempotency_key,
@@ -223,6 +207,8 @@ class Store:
             with self._transaction() as connection:
                 connection.execute(sa.insert(_jobs).values({name: getattr(job, name) for name in Job.__slots__}))
                 _append(connection, job.id, "status", {"status": "queued"})
+                if input_hash is not None:
+                    connection.execute(sa.insert(_origins).values(job_id=job.id, input_hash=input_hash, request_id=request_id))
             return job, True
         except IntegrityError:
             earlier = self._job_where(_jobs.c.kind == kind, _jobs.c.idempotency_key == idempotency_key)
@@ -240,9 +226,56 @@ class Store:
             row = connection.execute(sa.select(_jobs).where(*conditions)).one_or_none()
         return None if row is None else Job(**row._mapping)
 
-    def jobs(self, kind: str, *, limit: int, before: str | None = None, parent_id: str | None = None) -> list[Job]:
-        """Newest first, results left out; ``before`` is the id of the last one seen."""
+    def answered_job(self, kind: str, input_hash: str) -> Job | None:
+        """The newest job of these inputs that runs, or whose answer time did not cut short; None when there is none."""
+        query = (
+            sa.select(_jobs)
+            .join(_origins, _origins.c.job_id == _jobs.c.id)
+            .where(_jobs.c.kind == kind, _origins.c.input_hash == input_hash, _jobs.c.cancel_requested.is_(False))
+            .where(_jobs.c.status.in_((*OPEN, "succeeded", "infeasible")))
+            .order_by(_jobs.c.created_at.desc())
+            .limit(1)
+        )
+        with self._engine.connect() as connection:
+            row = connection.execute(query).one_or_none()
+        job = None if row is None else Job(**row._mapping)
+        return None if job is None or ((job.result or {}).get("answer") or {}).get("status") == "feasible" else job
+
+    def request_id(self, identifier: str) -> str | None:
+        """The id of the request that asked for the job."""
+        with self._engine.connect() as connection:
+            return connection.execute(sa.select(_origins.c.request_id).where(_origins.c.job_id == identifier)).scalar_one_or_none()
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Number of jobs by (kind, status)."""
+        query = sa.select(_jobs.c.kind, _jobs.c.status, sa.func.count()).group_by(_jobs.c.kind, _jobs.c.status)
+        with self._engine.connect() as connection:
+            return {(kind, status): count for kind, status, count in connection.execute(query)}
+
+    def delete_job(self, identifier: str) -> str | None:
+        """Delete a final job with its events; why it has to stay otherwise."""
+        with self._transaction() as connection:
+            status = connection.execute(sa.select(_jobs.c.status).where(_jobs.c.id == identifier)).scalar_one_or_none()
+            if status in OPEN:
+                return f"it is {status}: cancel it first"
+            child = connection.execute(sa.select(_jobs.c.id).where(_jobs.c.parent_id == identifier).limit(1)).scalar_one_or_none()
+            if child is not None:
+                return f"job {child} rests on it"
+            for table in (_events, _origins):
+                connection.execute(sa.delete(table).where(table.c.job_id == identifier))
+            connection.execute(sa.delete(_jobs).where(_jobs.c.id == identifier))
+        return None
+
+    def jobs(
+        self, kind: str, *, limit: int, before: Cursor | None = None, parent_id: str | None = None, status: str | None = None,
+        input_hash: str | None = None,
+    ) -> list[Job]:  # fmt: skip
+        """Newest first, results left out; ``before`` is the last one seen. The others filter."""
         query = _page(_jobs, before).where(_jobs.c.kind == kind).limit(limit)
+        if status is not None:
+            query = query.where(_jobs.c.status == status)
+        if input_hash is not None:
+            query = query.join(_origins, _origins.c.job_id == _jobs.c.id).where(_origins.c.input_hash == input_hash)
         if parent_id is not None:
             query = query.where(_jobs.c.parent_id == parent_id)
         with self._engine.connect() as connection:
@@ -330,16 +363,9 @@ def _append(connection: sa.Connection, job_id: str, kind: str, data: dict[str, A
     connection.execute(sa.insert(_events).values(job_id=job_id, seq=number, type=kind, created_at=now_utc(), data=data))
 
 
-def _page(table: sa.Table, before: str | None) -> sa.Select[Any]:
+def _page(table: sa.Table, before: Cursor | None) -> sa.Select[Any]:
     query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc())
     if before is None:
         return query
-    created = sa.select(table.c.created_at).where(table.c.id == before).scalar_subquery()
-    return query.where(sa.or_(table.c.created_at < created, sa.and_(table.c.created_at == created, table.c.id < before)))
-
-
-def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = "IMMEDIATE"  # a transaction takes the write lock at its start and never fails half-way
-    connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer; kept in the file
-    connection.execute("PRAGMA busy_timeout=30000")
-    connection.execute("PRAGMA foreign_keys=ON")
+    created, identifier = before  # values, not a row: the row may have been deleted since
+    return query.where(sa.or_(table.c.created_at < created, sa.and_(table.c.created_at == created, table.c.id < identifier)))

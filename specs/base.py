@@ -163,14 +163,19 @@ def read_mapping(path: str | Path) -> Any:
         raise InvalidInput.single("unreadable_file", f"cannot read {source}: {error.strerror}", subject=str(source)) from None
     except UnicodeDecodeError:
         raise InvalidInput.single("not_text", f"{source} is not a text file", subject=str(source)) from None
+    return parse_mapping(text, source.suffix, subject=str(source))
+
+
+def parse_mapping(text: str, suffix: str, *, subject: str) -> Any:
+    """Plain data of JSON (``.json``), TOML (``.toml``) or YAML text; raise :class:`InvalidInput` when it does not parse."""
     try:
-        if source.suffix == ".json":
+        if suffix == ".json":
             return json.loads(text, object_pairs_hook=_unique_keys)
-        if source.suffix == ".toml":
+        if suffix == ".toml":
             return tomllib.loads(text)
         return yaml.load(text, Loader=_YamlLoader)
     except (ValueError, yaml.YAMLError) as error:
-        raise InvalidInput.single("unparsable_file", f"{source} does not parse: {error}", subject=str(source)) from None
+        raise InvalidInput.single("unparsable_file", f"{subject} does not parse: {error}", subject=subject) from None
 
 
 def violations_of(error: ValidationError, model: type[BaseModel]) -> list[Violation]:

@@ -18,17 +18,20 @@ from specs.calibration import Calibration
 from specs.catalogue import Catalogue
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
+from specs.interchange import Exported, Imported, Judgement
 from specs.measurement import Comparison, Measurement
 from specs.memory import MemoryReport
 from specs.plan import Plan
 from specs.prediction import Prediction
 from specs.profile import Profile
+from specs.questions import PlanDiff, Recommendation, WhyNot
 from specs.training import TrainingSpec
 from specs.units import HUMAN_SUFFIXES, human_names
 
 DOCUMENTS: tuple[type[Document], ...] = (
     ModelGraph, ClusterSpec, TrainingSpec, Profile, Plan, Prediction, PlanAnswer, Measurement, Comparison, Calibration,
-    Catalogue, MemoryReport, Utilization,
+    Catalogue, MemoryReport, Utilization, Exported, Imported, Judgement,
+    PlanDiff, WhyNot, Recommendation,
 )  # fmt: skip
 DIRECTORY = Path(__file__).parent / "schema"
 UNIT_NAMES = {

@@ -147,7 +147,7 @@ def test_row_without_a_workflow_is_taken_up(tmp_path: Path, monkeypatch: pytest.
     with serving(tmp_path, FakeEngine()) as client:
         with monkeypatch.context() as patch:
             patch.setattr(Jobs, "submit", lambda self, job: None)
-            path = client.post("/v1/plans", json=REQUEST).headers["Location"]
+            path = client.post("/v1/plans?reuse=false", json=REQUEST).headers["Location"]
         time.sleep(0.5)
         assert client.get(path).json()["status"] == "queued"
     with serving(tmp_path, FakeEngine()) as client:

@@ -184,7 +184,7 @@ def test_ready_and_open_api(client: TestClient) -> None:
     assert all(item.get("summary") and item.get("operationId") for item in operations)
     assert len({item["operationId"] for item in operations}) == len(operations)
     posts = [path["post"] for name, path in document["paths"].items() if "post" in path]
-    assert all("examples" in item["requestBody"]["content"]["application/json"] for item in posts)
+    assert all("examples" in item["requestBody"]["content"]["application/json"] for item in posts if "requestBody" in item)
     page = client.get("/docs")
     assert page.status_code == 200
     assert "https://" not in page.text  # opens where nothing outside can be reached

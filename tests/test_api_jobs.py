@@ -24,7 +24,7 @@ def request(name: str = "quick", **changes: Any) -> dict[str, Any]:
 
 
 def start(client: TestClient, name: str = "quick", **changes: Any) -> str:
-    response = client.post("/v1/plans", json=request(name, **changes))
+    response = client.post("/v1/plans?reuse=false", json=request(name, **changes))
     assert response.status_code == 202, response.text
     assert response.headers["Location"] == f"/v1/plans/{response.json()['id']}"
     return response.headers["Location"]

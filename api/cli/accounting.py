@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from api.cli.inputs import Given, save_text
+from api.asking import Question, asker
+from api.cli.inputs import Given, ServerOption, TokenOption, save_text
 from api.cli.output import JsonOption, NoColorOption, output
 from api.cli.show_accounts import show_memory_report, show_utilization
 from api.documents import full
@@ -37,6 +38,8 @@ def memory(
         float, typer.Option("--host-buffer-factor", min=1, help="Multiplies host bytes of offloaded states (DeepSpeed: 1.5).")
     ] = 1.0,
     out: Annotated[Path | None, typer.Option("-o", "--output", help="Write the report to this file.")] = None,
+    server: ServerOption = None,
+    token: TokenOption = None,
     as_json: JsonOption = False,
     no_color: NoColorOption = False,
 ) -> None:
@@ -66,9 +69,13 @@ def memory(
             subject="command line",
         )  # fmt: skip
     else:
-        graph, resolved, spec, *_ = Given(engine).read(model, cluster, workload, None)
-        spec = _with_precision(spec, precision)
-        report = engine.memory(graph, resolved, spec, strategy, micro_batch=micro_batch, host_buffer_factor=host_buffer_factor)
+        question = Question(model=model, cluster=cluster, workload=workload)
+        if precision is None:
+            report = asker(server, token).memory(question, strategy, micro_batch, host_buffer_factor)
+        else:
+            graph, resolved, spec, *_ = Given(engine).read(model, cluster, workload, None)
+            spec = _with_precision(spec, precision)
+            report = engine.memory(graph, resolved, spec, strategy, micro_batch=micro_batch, host_buffer_factor=host_buffer_factor)
     if out is not None:
         save_text(out, report.to_json(indent=1) + "\n")
     output.document(full(report), lambda console: show_memory_report(console, report))

@@ -32,6 +32,13 @@ CalibrationOption = Annotated[
 ]
 
 
+ServerOption = Annotated[
+    str | None,
+    typer.Option("--server", envvar="MESHWRIGHT_SERVER", metavar="URL", help="Ask this service; files are sent as documents."),
+]
+TokenOption = Annotated[str | None, typer.Option("--token", envvar="MESHWRIGHT_TOKEN", help="Bearer token of the service.")]
+
+
 class Documents(NamedTuple):
     """What a question is about; ``cluster`` is resolved."""
 

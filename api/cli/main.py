@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli import accounting, calibrating, planning, running, serving, validating
+from api.cli import accounting, calibrating, comparing, planning, running, serving, validating
 from api.cli.output import ExitCodeGroup, NoColorOption, output
 
 app = typer.Typer(
@@ -32,14 +32,16 @@ def root(
 ) -> None:
     """Options of every verb."""
     output.as_json, output.no_color = False, no_color
-    output.as_json, output.no_color = False, no_color
 
 
 for verb in (
     serving.demo, planning.capture, running.profile, planning.plan, planning.estimate, accounting.memory, planning.simulate,
-    running.run, running.compare, calibrating.calibrate, validating.validate, accounting.mfu, planning.devices, serving.serve,
+    comparing.why, comparing.recommend, comparing.diff, comparing.export, running.run, running.compare, calibrating.calibrate,
+    validating.validate, accounting.mfu, planning.devices, serving.token,
+    serving.serve,
 ):  # fmt: skip
     app.command()(verb)
+app.command("import")(comparing.import_)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from api.asking import Question, asker
 from api.cli.inputs import (
     CalibrationOption,
     ClusterOption,
@@ -16,6 +17,8 @@ from api.cli.inputs import (
     Given,
     ModelOption,
     ProfileOption,
+    ServerOption,
+    TokenOption,
     WorkloadOption,
     read_plan,
     save_text,
@@ -23,7 +26,7 @@ from api.cli.inputs import (
 from api.cli.output import JsonOption, NoColorOption, output, progress_display
 from api.cli.show import show_answer, show_assumptions, show_graph, show_plan, show_prediction, table
 from api.documents import full
-from api.engine import Engine, fits
+from api.engine import Engine
 from api.schemas import PlanOptions
 from specs.errors import Infeasible, InvalidInput, NoAnswerInTime
 from specs.plan import Plan
@@ -65,6 +68,8 @@ def plan(
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say what each choice gained.")] = False,
     out: OutputOption = None,
+    server: ServerOption = None,
+    token: TokenOption = None,
     as_json: JsonOption = False,
     no_color: NoColorOption = False,
 ) -> None:
@@ -73,11 +78,10 @@ def plan(
     Example: meshwright plan --model llama-2-7b --cluster examples/clusters/two-a100-80g-nodes.yaml
     --workload examples/workloads/pretrain-8k.yaml -o plan.json
     """
-    engine = Engine(allow_factory=True)
-    graph, resolved, spec, measured, factors = Given(engine).read(model, cluster, workload, profile, calibration)
+    question = Question(model=model, cluster=cluster, workload=workload, profile=profile, calibration=calibration)
     options = PlanOptions(time_limit_s=time_limit_s, top=top, seed=seed, strategy=strategy)
-    with progress_display(_improvement) as sink:
-        answer = engine.plan(graph, resolved, spec, measured, options, progress=sink, calibration=factors)
+    with progress_display(improvement) as sink:
+        answer = asker(server, token).plan(question, options, sink)
     if out is not None and answer.plan is not None:
         save_text(out, answer.plan.to_json(indent=1) + "\n")
     output.document(full(answer), lambda console: show_answer(console, answer, explain=explain))
@@ -85,7 +89,7 @@ def plan(
         raise typer.Exit(Infeasible.exit_code if answer.status == "infeasible" else NoAnswerInTime.exit_code)
 
 
-def _improvement(event: Progress) -> str | None:
+def improvement(event: Progress) -> str | None:
     """A line per better plan, as solvers print them."""
     if "incumbent_s" not in event.data:
         return None
@@ -94,8 +98,7 @@ def _improvement(event: Progress) -> str | None:
     return f"{text}  {event.data.get('strategy', '')}".rstrip()
 
 
-def _chosen(engine: Engine, plan_file: Path | None, strategy: str | None, given: Documents) -> Plan:
-    graph, resolved, spec = given[:3]
+def _one_of(plan_file: Path | None, strategy: str | None) -> None:
     if (plan_file is None) == (strategy is None):
         raise InvalidInput.single(
             "plan_or_strategy",
@@ -103,6 +106,11 @@ def _chosen(engine: Engine, plan_file: Path | None, strategy: str | None, given:
             allowed=["--plan", "--strategy"],
             subject="command line",
         )
+
+
+def _chosen(engine: Engine, plan_file: Path | None, strategy: str | None, given: Documents) -> Plan:
+    _one_of(plan_file, strategy)
+    graph, resolved, spec = given[:3]
     if strategy is not None:
         return engine.plan_of(strategy, graph, resolved, spec)
     chosen = read_plan(plan_file or Path())
@@ -121,6 +129,8 @@ def estimate(
     profile: ProfileOption = None,
     calibration: CalibrationOption = None,
     out: OutputOption = None,
+    server: ServerOption = None,
+    token: TokenOption = None,
     as_json: JsonOption = False,
     no_color: NoColorOption = False,
 ) -> None:
@@ -129,21 +139,20 @@ def estimate(
     Example: meshwright estimate --model llama-2-7b --cluster examples/clusters/two-a100-80g-nodes.yaml
     --workload examples/workloads/pretrain-8k.yaml --strategy "tp=8 dp=2 micro_batch=1 zero=1"
     """
-    engine = Engine(allow_factory=True)
-    given = Given(engine).read(model, cluster, workload, profile, calibration)
-    chosen = _chosen(engine, plan_file, strategy, given)
-    prediction = engine.estimate(*given[:3], chosen, given.profile, given.calibration)
-    result = {"plan": full(chosen), "prediction": full(prediction), "fits": fits(prediction)}
+    _one_of(plan_file, strategy)
+    question = Question(model=model, cluster=cluster, workload=workload, profile=profile, calibration=calibration)
+    chosen = None if plan_file is None else read_plan(plan_file)
+    found = asker(server, token).estimate(question, chosen, strategy)
     if out is not None:
-        save_text(out, json.dumps(result, indent=1) + "\n")
+        save_text(out, json.dumps(found.as_dict(), indent=1) + "\n")
 
     def show(console: Console) -> None:
-        console.print("fits" if result["fits"] else "does not fit", style="bold green" if result["fits"] else "bold red")
-        show_plan(console, chosen)
-        show_prediction(console, prediction)
-        show_assumptions(console, prediction.assumptions)
+        console.print("fits" if found.fits else "does not fit", style="bold green" if found.fits else "bold red")
+        show_plan(console, found.plan)
+        show_prediction(console, found.prediction)
+        show_assumptions(console, found.prediction.assumptions)
 
-    output.document(result, show)
+    output.document(found.as_dict(), show)
 
 
 def simulate(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from api.cli.output import JsonOption, NoColorOption, output
 
@@ -33,6 +33,7 @@ def serve(
     ] = None,
     token: Annotated[str | None, typer.Option(envvar="MESHWRIGHT_TOKEN", help="Bearer token that requests must carry.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log on stderr.")] = LogLevel.INFO,
+    log_json: Annotated[bool, typer.Option("--log-json", help="One JSON object a line, with request and job ids.")] = False,
     stop_with_parent: Annotated[bool, typer.Option("--stop-with-parent", hidden=True)] = False,
     no_color: NoColorOption = False,
 ) -> None:
@@ -44,13 +45,14 @@ def serve(
 
     from api.app import create_app
     from api.isolate import set_parent_death_signal
+    from api.logs import configure
     from api.service import exclusive
     from api.settings import load_settings
 
     if stop_with_parent:
         set_parent_death_signal(signal.SIGTERM)
     settings = load_settings(host=host, port=port, database_url=database_url, local_devices=local_devices, token=token)
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(log_level, as_json=log_json)
     app = create_app(settings)
     with exclusive(settings.url):
         output.note(f"Meshwright on http://{settings.host}:{settings.port}, API at /docs; database {settings.shown_url}")
@@ -64,6 +66,26 @@ def serve(
             access_log=False,
             timeout_graceful_shutdown=3,
         )
+
+
+def token(
+    scopes: Annotated[str, typer.Option("--scopes", help="read | plan | execute, with commas.")] = "read,plan",
+    as_json: JsonOption = False,
+    no_color: NoColorOption = False,
+) -> None:
+    """Make a bearer token for a service: the token is shown once, its entry goes into MESHWRIGHT_TOKEN_HASHES.
+
+    Example: meshwright token --scopes read,plan
+    """
+    from api.tokens import new_token
+
+    text, entry = new_token([scope.strip() for scope in scopes.split(",")])
+
+    def show(console: Console) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+        output.note(f"for the service: MESHWRIGHT_TOKEN_HASHES='{entry.text()}' (several with ; between)")
+
+    output.document({"token": text, "entry": entry.text()}, show)
 
 
 def demo(

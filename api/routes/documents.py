@@ -3,15 +3,19 @@
 # No postponed annotations here: the routes are made in functions, and their parameter types are local names.
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Body, Query, Request
+from fastapi.responses import JSONResponse, Response
 
+from api.etag import tagged
 from api.problem_body import ApiProblem
 from api.routes import examples
 from api.schemas import DocumentResource, Page, Problem
-from api.service import PLURALS, Before, Limit, ServiceDep, document_resource, page
+from api.service import PLURALS, Before, Limit, ServiceDep, cursor, document_resource, page
+from api.settings import LOCAL_CLUSTER_ID
 from api.store import StoredDocument
 
+NameFilter = Annotated[str | None, Query(max_length=200, description="only documents of this name")]
+HashFilter = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="only the document with this content")]
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     404: {"model": Problem, "description": "no such resource"},
     422: {"model": Problem, "description": "every broken rule at once"},
@@ -35,14 +39,27 @@ def reading_router(kind: str) -> APIRouter:
     router = APIRouter(prefix=f"/v1/{plural}", tags=[plural], responses=PROBLEMS)
 
     @router.get("", operation_id=f"list_{plural}", summary=f"List {plural}, newest first", response_model=Page)
-    def list_all(service: ServiceDep, limit: Limit = 50, before: Before = None) -> dict[str, Any]:
-        return page(
-            [document_resource(row, whole=False) for row in service.store.documents(kind, limit=limit, before=before)], limit
-        )
+    def list_all(
+        service: ServiceDep, limit: Limit = 50, before: Before = None, name: NameFilter = None, content_hash: HashFilter = None
+    ) -> dict[str, Any]:
+        rows = service.store.documents(kind, limit=limit, before=cursor(before), name=name, content_hash=content_hash)
+        return page([document_resource(row, whole=False) for row in rows], limit)
 
     @router.get("/{document_id}", operation_id=f"get_{kind}", summary=f"Read one {kind}", response_model=DocumentResource)
-    def read(service: ServiceDep, document_id: str) -> dict[str, Any]:
-        return document_resource(service.document(kind, document_id), whole=True)
+    def read(service: ServiceDep, request: Request, document_id: str) -> Response:
+        row = service.document(kind, document_id)
+        return tagged(request, JSONResponse(document_resource(row, whole=True)))
+
+    @router.delete(
+        "/{document_id}", operation_id=f"delete_{kind}", summary=f"Delete one {kind}", status_code=204,
+        response_class=Response, responses={409: {"model": Problem, "description": "jobs rest on it, or it is this machine"}},
+    )  # fmt: skip
+    def delete(service: ServiceDep, document_id: str) -> Response:
+        row = service.document(kind, document_id)
+        why = "it is this machine" if row.id == LOCAL_CLUSTER_ID else service.store.delete_document(row)
+        if why is not None:
+            raise ApiProblem(409, "in-use", f"{kind} {document_id} stays: {why}")
+        return Response(status_code=204)
 
     return router
 

@@ -25,6 +25,17 @@ CALIBRATION = {
     "model": "model-0123456789abcdef", "cluster": "cluster-0123456789abcdef", "workload": "workload-0123456789abcdef",
     "measurements": [{"plan_hash": "0123456789abcdef", "step_time_s": 1.9}], "plans": [],
 }  # fmt: skip
+EXPORT = {"plan": "plan-0123456789abcdef", "target": "megatron"}
+IMPORT = {
+    "framework": "megatron", "model": MODEL, "cluster": CLUSTER, "workload": WORKLOAD,
+    "text": "--tensor-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 256 --seq-length 4096 --bf16",
+}  # fmt: skip
+RECOMMENDATION = {
+    "model": MODEL, "device": "h100_sxm", "workload": WORKLOAD, "options": {"max_devices": 64, "time_limit_s": 60},
+}  # fmt: skip
+DIFF = {"before": "plan-0123456789abcdef", "after": "plan-fedcba9876543210"}
+WHY_NOT_OF_PLAN = {"strategy": "tp=8 pp=2 micro_batch=1 zero=1"}
+WHY_NOT = {"plan": "plan-0123456789abcdef", **WHY_NOT_OF_PLAN}
 EXECUTION = {"steps": 10, "warmup_steps": 2}
 
 _BY_KIND: dict[str, dict[str, Any]] = {
@@ -37,6 +48,12 @@ _BY_KIND: dict[str, dict[str, Any]] = {
     "profile": {"measure this machine": PROFILE_JOB},
     "calibration": {"from a measured run": CALIBRATION},
     "execution": {"ten steps": EXECUTION},
+    "export": {"of a planning job": EXPORT},
+    "import": {"Megatron flags": IMPORT},
+    "diff": {"two planning jobs": DIFF},
+    "why_not": {"against a planning job": WHY_NOT},
+    "why_not_of_plan": {"a strategy": WHY_NOT_OF_PLAN},
+    "recommendation": {"on H100": RECOMMENDATION},
 }
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import JSONResponse, Response
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
+from api.etag import tagged
 from api.problem_body import ApiProblem
-from api.schemas import JobResource, Page
-from api.service import PLURALS, Before, Limit, Service, ServiceDep, job_resource, page
-from api.store import Job
+from api.schemas import JobResource, JobStatus, Page, Problem
+from api.service import PLURALS, Before, Limit, Service, ServiceDep, cursor, job_resource, page
+from api.store import OPEN, Job
 
+Purge = Annotated[bool, Query(description="delete a job that has ended instead of cancelling one that runs")]
+StatusFilter = Annotated[JobStatus | None, Query(description="only jobs in this state")]
+PlanFilter = Annotated[str | None, Query(max_length=64, description="only executions of this plan")]
+HashFilter = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="only jobs with these inputs and options")]
 LastEventId = Annotated[
     str | None,
     Header(alias="Last-Event-ID", pattern=r"^\d{1,12}$", description="number of the last event seen; the stream goes on after it"),
@@ -22,8 +27,9 @@ LastEventId = Annotated[
 
 
 def accepted(resource: dict[str, Any]) -> JSONResponse:
-    """202 with the job's resource and its Location."""
-    return JSONResponse(resource, status_code=202, headers={"Location": resource["links"]["self"]})
+    """202 with the job's resource and its Location; 200 when the job has ended, which an earlier request started."""
+    code = 202 if resource["status"] in OPEN else 200
+    return JSONResponse(resource, status_code=code, headers={"Location": resource["links"]["self"]})
 
 
 def add_job_routes(
@@ -37,8 +43,8 @@ def add_job_routes(
         summary=f"Read one {kind} job",
         response_model=model,
     )
-    def read(service: ServiceDep, job_id: str) -> JSONResponse:
-        return JSONResponse(resource(service.job(kind, job_id)))
+    def read(service: ServiceDep, request: Request, job_id: str) -> Response:
+        return tagged(request, JSONResponse(resource(service.job(kind, job_id))))
 
     @router.get(
         path + "/events",
@@ -52,8 +58,14 @@ def add_job_routes(
         await run_in_threadpool(service.job, kind, job_id)
         return EventSourceResponse(service.hub.follow(service.store, job_id, int(last_event_id or 0)), ping=15)
 
-    @router.delete(
-        path,
+    def cancelled(service: Service, job_id: str) -> JSONResponse:
+        was_open = service.job(kind, job_id).is_open
+        if was_open:
+            service.jobs.cancel(job_id)
+        return JSONResponse(resource(service.job(kind, job_id)), status_code=202 if was_open else 200)
+
+    @router.post(
+        path + "/cancel",
         operation_id=f"cancel_{kind}",
         summary="Cancel the job",
         response_model=model,
@@ -61,10 +73,25 @@ def add_job_routes(
         description="A queued job is cancelled at once, a running one within seconds; one that has ended stays as it is (200).",
     )
     def cancel(service: ServiceDep, job_id: str) -> JSONResponse:
-        was_open = service.job(kind, job_id).is_open
-        if was_open:
-            service.jobs.cancel(job_id)
-        return JSONResponse(resource(service.job(kind, job_id)), status_code=202 if was_open else 200)
+        return cancelled(service, job_id)
+
+    @router.delete(
+        path,
+        operation_id=f"delete_{kind}_job" if kind == "profile" else f"delete_{kind}",
+        summary="Cancel the job, or delete it",
+        response_model=model,
+        status_code=202,
+        responses={204: {"description": "deleted"}, 409: {"model": Problem, "description": "it runs, or other jobs rest on it"}},
+        description="Cancels as POST .../cancel does. With purge=true a job that has ended is deleted with its events and results.",
+    )
+    def delete(service: ServiceDep, job_id: str, purge: Purge = False) -> Response:
+        if not purge:
+            return cancelled(service, job_id)
+        service.job(kind, job_id)
+        why = service.store.delete_job(job_id)
+        if why is not None:
+            raise ApiProblem(409, "in-use", f"{kind} {job_id} stays: {why}")
+        return Response(status_code=204)
 
 
 def add_list_route(router: APIRouter, kind: str) -> None:
@@ -76,8 +103,14 @@ def add_list_route(router: APIRouter, kind: str) -> None:
         summary=f"List {PLURALS[kind]}, newest first, without results",
         response_model=Page,
     )
-    def list_all(service: ServiceDep, limit: Limit = 50, before: Before = None) -> JSONResponse:
-        return JSONResponse(page([job_resource(job) for job in service.store.jobs(kind, limit=limit, before=before)], limit))
+    def list_all(
+        service: ServiceDep, limit: Limit = 50, before: Before = None, status: StatusFilter = None, plan_id: PlanFilter = None,
+        input_hash: HashFilter = None,
+    ) -> JSONResponse:  # fmt: skip
+        found = service.store.jobs(
+            kind, limit=limit, before=cursor(before), parent_id=plan_id, status=status, input_hash=input_hash
+        )
+        return JSONResponse(page([job_resource(job) for job in found], limit))
 
 
 def answered(service: Service, job: Job, part: str) -> Any:

@@ -16,7 +16,7 @@ from api.routes import examples
 from api.routes.documents import PROBLEMS
 from api.routes.jobs import accepted, add_job_routes, add_list_route, answered
 from api.schemas import EstimateRequest, EstimateResource, MemoryRequest, PlanRequest, PlanResource
-from api.service import IdempotencyKey, Service, ServiceDep, job_resource
+from api.service import IdempotencyKey, Reuse, Service, ServiceDep, job_resource
 from api.store import Job, StoredDocument
 from specs.answer import PlanAnswer
 from specs.errors import InvalidInput, Violation
@@ -35,7 +35,12 @@ def plan_resource(job: Job) -> dict[str, Any]:
     """A planning job as clients see it."""
     resource = job_resource(job)
     own = resource["links"]["self"]
-    resource["links"] |= {"trace": f"{own}/trace", "report": f"{own}/report", "executions": f"{own}/executions"}
+    resource["links"] |= {
+        "trace": f"{own}/trace",
+        "report": f"{own}/report",
+        "artifacts": f"{own}/artifacts",
+        "executions": f"{own}/executions",
+    }
     return {**resource, "answer": (job.result or {}).get("answer")}
 
 
@@ -54,21 +59,29 @@ def references(request: PlanRequest | EstimateRequest | MemoryRequest) -> dict[s
     summary="Plan: how should this model be parallelised here?",
     status_code=202,
     response_model=PlanResource,
+    responses={200: {"model": PlanResource, "description": "the same question was answered before; see 'reuse'"}},
     description="Starts a durable planning job. It survives a crash of the service; follow it at /events. "
     "An infeasible job ends with status 'infeasible' and an answer that names the limits.",
 )
-def create_plan(service: ServiceDep, request: PlanBody, idempotency_key: IdempotencyKey = None) -> JSONResponse:
+def create_plan(
+    service: ServiceDep, request: PlanBody, idempotency_key: IdempotencyKey = None, reuse: Reuse = True
+) -> JSONResponse:
     """Check and store the inputs, then enqueue the job."""
-    limit_s = service.settings.max_time_limit_s
-    if request.options.time_limit_s > limit_s:
-        raise InvalidInput.single(
-            "time_limit_too_long", f"this service searches for at most {limit_s:g} s", loc=("options", "time_limit_s"),
-            actual=request.options.time_limit_s, allowed=f"<= {limit_s:g}", nearest=limit_s, subject="request",
-        )  # fmt: skip
+    check_time_limit(service, request.options.time_limit_s)
     rows = service.reader.read(references(request))
     stored = {kind: row.id for kind, row in rows.items()} | {"options": full_options(request)}
-    job = service.create_job("plan", stored, idempotency_key, stored)
+    job = service.create_job("plan", stored, idempotency_key, stored, reuse=reuse)
     return accepted(plan_resource(job))
+
+
+def check_time_limit(service: Service, asked_s: float) -> None:
+    """Raise when a client asks for a longer search than the operator allows."""
+    limit_s = service.settings.max_time_limit_s
+    if asked_s > limit_s:
+        raise InvalidInput.single(
+            "time_limit_too_long", f"this service searches for at most {limit_s:g} s", loc=("options", "time_limit_s"),
+            actual=asked_s, allowed=f"<= {limit_s:g}", nearest=limit_s, subject="request",
+        )  # fmt: skip
 
 
 def full_options(request: PlanRequest) -> dict[str, Any]:
@@ -95,15 +108,17 @@ def plan_trace(service: ServiceDep, job_id: str) -> JSONResponse:
 )
 def report(service: ServiceDep, job_id: str) -> HTMLResponse:
     """Self-contained: opens offline."""
-    job = service.job("plan", job_id)
+    return HTMLResponse(report_of(service, service.job("plan", job_id)))
+
+
+def report_of(service: Service, job: Job) -> str:
+    """The report of a finished planning job."""
     answer = PlanAnswer.parse(answered(service, job, "answer"))
     inputs, graph = service.inputs(service.reader.rows_of(job))
     trace = None if answer.plan is None else trace_of(service, job, answer.plan)
-    executions = [service.job("execution", item.id) for item in service.store.jobs("execution", limit=100, parent_id=job_id)]
+    executions = [service.job("execution", item.id) for item in service.store.jobs("execution", limit=100, parent_id=job.id)]
     results = [execution.result or {} for execution in executions if execution.status == "succeeded"]
-    return HTMLResponse(
-        plan_report(answer, graph=graph, cluster=inputs.cluster, workload=inputs.workload, executions=results, trace=trace)
-    )
+    return plan_report(answer, graph=graph, cluster=inputs.cluster, workload=inputs.workload, executions=results, trace=trace)
 
 
 def chosen_plan(service: Service, job: Job) -> Plan:
