@@ -66,14 +66,14 @@ class StepSimulation:
         """Exclusive seconds by term: task terms stretched with their real duration, gaps by the waiting task's term."""
         terms: dict[str, float] = {}
         now = 0.0
-        for task in self.engine.tasks_on(rank.compute):
-            gap = task.start_s - now
+        for start_s, end_s, duration_s, parts, wait_term in self.engine.spans(rank.compute):
+            gap = start_s - now
             if gap > 0:
-                terms[task.wait_term] = terms.get(task.wait_term, 0.0) + gap
-            stretch = (task.end_s - task.start_s) / task.duration_s if task.duration_s > 0 else 1.0
-            for name, seconds in task.terms.items():
+                terms[wait_term] = terms.get(wait_term, 0.0) + gap
+            stretch = (end_s - start_s) / duration_s if duration_s > 0 else 1.0
+            for name, seconds in parts.items():
                 terms[name] = terms.get(name, 0.0) + seconds * stretch
-            now = task.end_s
+            now = end_s
         terms["wait"] = terms.get("wait", 0.0) + step_s - now
         return terms
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.engine import Engine, Task
+from simulator.engine import Engine
 
 
 def test_dependency_and_stream_order() -> None:
@@ -59,7 +59,7 @@ def test_a_cycle_is_an_error() -> None:
     engine = Engine()
     stream = engine.stream("s")
     engine.task(stream, 1.0, label="x")
-    engine.tasks[0].waiting_for = 1
+    engine._waiting_for[0] = 1
     with pytest.raises(RuntimeError, match="never start"):
         engine.run()
 
@@ -88,7 +88,7 @@ def test_invariants(tasks: list[tuple[int, float, set[int]]]) -> None:
 class _ByEvents(Engine):
     """Every task on a coupled stream goes through the heap."""
 
-    def _is_alone(self, task: Task, partner: int) -> bool:
+    def _is_alone(self, task: int, partner: int) -> bool:
         return False
 
 
