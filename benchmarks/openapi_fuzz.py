@@ -1,7 +1,7 @@
 """Schemathesis over every operation of the OpenAPI document: ``python -m benchmarks.openapi_fuzz [EXAMPLES]``.
 
-Starts a service whose engine answers at once (the mechanics are under test, not numbers) on a free port, and lets the
-``schemathesis`` command send it what the document allows and what it forbids. Needs ``pip install schemathesis``.
+Starts a service on a free port and lets the ``schemathesis`` command send it what the document allows and what it forbids.
+Needs ``pip install schemathesis``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def service(folder: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.api_fake", f"sqlite:///{folder / 'service.sqlite'}", str(port)]
+    database = f"sqlite:///{folder / 'service.sqlite'}"
+    command = [sys.executable, "-m", "api.cli.main", "serve", "--port", str(port), "--database-url", database]
     with (folder / "service.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         base = f"http://127.0.0.1:{port}"
