@@ -12,7 +12,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from api import middleware, problems
+from api import middleware, openapi, problems
 from api.engine import Engine
 from api.metrics import CONTENT_TYPE
 from api.routes.artifacts import artifacts
@@ -55,6 +55,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )  # fmt: skip
     problems.install(app)
+    openapi.install(app)
     known = [KnownToken.parse(text) for text in settings.token_hashes] + ([KnownToken.of(settings.token)] if settings.token else [])
     middleware.wrap(app, limit_bytes=settings.max_body_bytes, tokens=known)
     if not known:  # no page of another origin may reach a service without a token through a rebound name

@@ -17,7 +17,7 @@ from typing import Any
 
 from api.engine import Engine
 from api.schemas import PlanOptions
-from api.settings import Settings
+from api.settings import load_settings
 from specs.answer import BrokenLimit, PlanAnswer
 from specs.calibration import Calibration
 from specs.cluster import ClusterSpec
@@ -177,6 +177,5 @@ if __name__ == "__main__":
 
     from api.app import create_app
 
-    uvicorn.run(
-        create_app(Settings(database_url=sys.argv[1], local_devices=2), FakeEngine()), port=int(sys.argv[2]), log_level="warning"
-    )
+    settings = load_settings(database_url=sys.argv[1], local_devices=2)
+    uvicorn.run(create_app(settings, FakeEngine()), port=int(sys.argv[2]), log_level="warning")

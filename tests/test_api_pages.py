@@ -44,14 +44,6 @@ def test_plot_library_is_the_installed_one_and_cached(client: TestClient) -> Non
     assert client.get("/static/plotly.js", headers={"If-None-Match": first.headers["ETag"]}).status_code == 304
 
 
-def test_pages_are_open_and_their_data_is_not(tmp_path: Path) -> None:
-    with serving(tmp_path, FakeEngine(), token="secret") as client:
-        assert client.get("/").status_code == 200
-        assert client.get("/plans/plan-1").status_code == 200
-        assert client.get("/v1/catalogue").status_code == 401
-        assert client.get("/v1/plans/plan-1/view").status_code == 401
-
-
 def test_a_plan_as_sentences_tables_and_figures(client: TestClient) -> None:
     path = client.post("/v1/plans", json={"model": CONFIG, "cluster": CLUSTER, "workload": WORKLOAD}).headers["Location"]
     finished(client, path)
@@ -64,6 +56,14 @@ def test_a_plan_as_sentences_tables_and_figures(client: TestClient) -> None:
     names = client.get("/v1/catalogue").json()
     assert "llama-demo" in names["model_presets"]
     assert {"name", "device", "devices_per_node"} == set(names["node_presets"][0])
+
+
+def test_pages_are_open_and_their_data_is_not(tmp_path: Path) -> None:
+    with serving(tmp_path, FakeEngine(), token="secret") as client:
+        assert client.get("/").status_code == 200
+        assert client.get("/plans/plan-1").status_code == 200
+        assert client.get("/v1/catalogue").status_code == 401
+        assert client.get("/v1/plans/plan-1/view").status_code == 401
 
 
 def test_no_plan_in_words() -> None:

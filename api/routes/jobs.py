@@ -70,6 +70,7 @@ def add_job_routes(
         summary="Cancel the job",
         response_model=model,
         status_code=202,
+        responses={200: {"model": model, "description": "it had ended"}},
         description="A queued job is cancelled at once, a running one within seconds; one that has ended stays as it is (200).",
     )
     def cancel(service: ServiceDep, job_id: str) -> JSONResponse:
@@ -81,7 +82,11 @@ def add_job_routes(
         summary="Cancel the job, or delete it",
         response_model=model,
         status_code=202,
-        responses={204: {"description": "deleted"}, 409: {"model": Problem, "description": "it runs, or other jobs rest on it"}},
+        responses={
+            200: {"model": model, "description": "it had ended"},
+            204: {"description": "deleted"},
+            409: {"model": Problem, "description": "it runs, or other jobs rest on it"},
+        },
         description="Cancels as POST .../cancel does. With purge=true a job that has ended is deleted with its events and results.",
     )
     def delete(service: ServiceDep, job_id: str, purge: Purge = False) -> Response:
