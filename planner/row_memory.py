@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from planner.prices import Floats, Prices, UnitPrices
 from planner.schedule_path import KINDS, few_micro_batches
 from planner.sites import Site
 from planner.stage_memory import unit_memory
-from specs.schedule import SCHEDULES, passes_of, rows_for
+from specs.schedule import SCHEDULES, passes_of, rows_for, stage_ranks
 
 Ints = NDArray[np.int64]
 
@@ -117,30 +118,41 @@ def repeating_micro_batches(schedule: str, num_ranks: int, num_micro_batches: in
 def rank_peaks(schedule: str, needs: StageNeeds, *, num_ranks: int, num_micro_batches: int, chunks: int) -> Floats:
     """Peak bytes of each rank."""
     few = repeating_micro_batches(schedule, num_ranks, num_micro_batches)
-    return np.array([_peak(row, needs) for row in _rows(schedule, num_ranks, few, chunks)])
-
-
-def _peak(row: _Row, needs: StageNeeds) -> float:
-    kind, stage = row.kind, row.stage
+    rows = _together(schedule, num_ranks, few, chunks)
+    kind, stage = rows.kind, rows.stage
     forward, backward, first_part, weight = (kind == index for index in range(4))
     saved, output, waiting = needs.saved[stage], needs.output[stage], needs.waiting[stage]
-    leaves = backward | first_part
-    change = np.where(forward, saved + output, 0.0) - np.where(leaves, saved + output, 0.0)
-    change += np.where(first_part, waiting, 0.0) - np.where(weight, waiting, 0.0) + np.where(row.first, needs.grads[stage], 0.0)
-    own = np.unique(stage)
-    before = needs.stays[own].sum() + np.cumsum(change) - change
-    later = (~row.first).astype(np.int64)
+    enters = forward.astype(float) - (backward | first_part)
+    waits = first_part.astype(float) - weight
+    change = enters * (saved + output) + waits * waiting + rows.first * needs.grads[stage]
+    owner = np.array(stage_ranks(schedule, num_ranks=num_ranks, stages_per_rank=chunks))
+    stays, grads = (np.bincount(owner, weights=item, minlength=num_ranks) for item in (needs.stays, needs.grads))
+    before = stays[:, None] + np.cumsum(change, axis=1) - change
+    later = (~rows.first).astype(np.int64)
     within = np.select(
         [forward, backward, first_part, weight],
         [
-            needs.in_forward[stage],
-            needs.in_backward[later, stage] - saved,
-            needs.in_input[stage] - saved,
+            needs.in_forward[stage], needs.in_backward[later, stage] - saved, needs.in_input[stage] - saved,
             needs.in_weight[later, stage],
         ],
-    )
-    within = within + np.where(row.beside >= 0, needs.beside[row.beside], 0.0)
-    return float(max((before + within).max(), needs.stays[own].sum() + needs.grads[own].sum()))
+        -np.inf,
+    )  # fmt: skip
+    within = within + np.where(rows.beside >= 0, needs.beside[rows.beside], 0.0)
+    return np.asarray(np.maximum((before + within).max(axis=1), stays + grads), dtype=float)
+
+
+@lru_cache(maxsize=512)
+def _together(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int) -> _Row:
+    """The rows of all ranks, [rank, action]; kind -1 fills up shorter ones."""
+    rows = _rows(schedule, num_ranks, num_micro_batches, chunks)
+    length = max(len(row.kind) for row in rows)
+
+    def filled(name: str, value: int) -> NDArray[Any]:
+        return np.stack([
+            np.pad(getattr(row, name), (0, length - len(row.kind)), constant_values=value) for row in rows
+        ])  # fmt: skip
+
+    return _Row(filled("kind", -1), filled("stage", 0), filled("first", 0), filled("beside", -1))
 
 
 @dataclass(frozen=True)

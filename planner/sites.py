@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.layout import Pool
 from simulator.cost_model import CostModel
@@ -68,11 +68,17 @@ def sites(model: CostModel, pool: Pool, degrees: Degrees, *, pp: int) -> list[Si
     found = [first]
     for rank in range(1, pp):
         if alike(pool, pp):
-            devices = pool.devices
-            found.append(replace(first, first_device=devices[rank * size], last_device=devices[(rank + 1) * size - 1]))
+            found.append(_moved(first, pool.devices[rank * size], pool.devices[(rank + 1) * size - 1]))
         else:
             found.append(_site(model, pool, rank, size, degrees))
     return found
+
+
+def _moved(site: Site, first_device: int, last_device: int) -> Site:
+    return Site(
+        site.devices, site.tp_shape, site.dp_shape, site.shard_shape, site.replica_shape, site.budget_bytes, site.capacity_bytes,
+        first_device, last_device, split=site.split, expert_shape=site.expert_shape,
+    )  # fmt: skip
 
 
 def first_site(model: CostModel, pool: Pool, degrees: Degrees, *, pp: int) -> Site:

@@ -145,6 +145,8 @@ class _Enumeration:
         self.num_combinations = self.num_variants = 0
         self._size_violations: dict[int, list[Violation]] = {}
         self._cp_violations: dict[int, list[Violation]] = {}
+        self._schedules_at: dict[int, list[Schedule]] = {}
+        self._runs: dict[tuple[int, int], tuple[list[int], list[Violation]]] = {}
 
     def _recomputes(self) -> list[RecomputeChoice]:
         if "recompute" in self.fixed:
@@ -261,30 +263,40 @@ class _Enumeration:
         """Numbers of the schedules that the layout can run with micro-batches of ``size``; one stands for all at pp 1."""
         if layout.pp == 1:
             return [self._number(Schedule(str(self.fixed.get("schedule", "1f1b")), self.fixed.get("chunks") or 1))]
-        found = []
-        for schedule in self._possible(layout.pp):
-            violations = rules.schedule_rules(
-                schedule.name, pp=layout.pp, num_micro_batches=sequences // size, stages_per_rank=schedule.chunks,
-                loc=("micro_batch",), micro_batch=size, dp=layout.dp,
-            )  # fmt: skip
-            if not self._reject(violations):
-                found.append(self._number(schedule))
-        return found
+        key = (layout.pp, sequences // size)
+        if key not in self._runs:
+            numbers, broken = [], []
+            for schedule in self._possible(layout.pp):
+                violations = rules.schedule_rules(
+                    schedule.name, pp=layout.pp, num_micro_batches=sequences // size, stages_per_rank=schedule.chunks,
+                    loc=("micro_batch",), micro_batch=size, dp=layout.dp,
+                )  # fmt: skip
+                broken += violations
+                if not violations:
+                    numbers.append(self._number(schedule))
+            self._runs[key] = (numbers, broken)
+        numbers, broken = self._runs[key]
+        self._reject(broken)
+        return numbers
 
     def _possible(self, pp: int) -> list[Schedule]:
         """Schedules with the chunks that share a rank's layers evenly."""
+        if pp not in self._schedules_at:
+            self._schedules_at[pp] = self._find_possible(pp)
+        return self._schedules_at[pp]
+
+    def _find_possible(self, pp: int) -> list[Schedule]:
         names = [self.fixed["schedule"]] if "schedule" in self.fixed else list(SCHEDULES)
+        of_rank = {self.num_layers // pp, -(-self.num_layers // pp)}
+        several = sorted({value for count in of_rank for value in rules.divisors(max(count, 1)) if value > 1})
         found = []
         for name in names:
             wanted = SCHEDULES[name].stages_per_rank
-            of_rank = {self.num_layers // pp, -(-self.num_layers // pp)} if pp > 1 else {1}
-            several = sorted({value for count in of_rank for value in rules.divisors(max(count, 1)) if value > 1})
             for chunks in [wanted] if wanted is not None else self._wanted("chunks", several):
-                if self.fixed.get("split") is not None and len(self.fixed["split"]) != pp * chunks:
+                given = self.fixed.get("split")
+                if self.fixed.get("chunks") not in (None, chunks) or (given is not None and len(given) != pp * chunks):
                     continue
-                if self.fixed.get("chunks") in (None, chunks) and not self._reject(
-                    rules.pp_at_most_units(pp, self.num_units, ("pp",), chunks)
-                ):
+                if not self._reject(rules.pp_at_most_units(pp, self.num_units, ("pp",), chunks)):
                     found.append(Schedule(name, chunks))
         return found
 
