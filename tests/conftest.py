@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,5 +14,9 @@ from profiler.store import HOME_VARIABLE
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Captures are traced anew in every run of the tests, once, also for the processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(HOME_VARIABLE, str(tmp_path_factory.mktemp("home")))
+        base = tmp_path_factory.getbasetemp()
+        shared = "PYTEST_XDIST_WORKER" in os.environ  # workers' folders lie in one folder of the run
+        folder = base.parent / "home" if shared else base / "home"
+        folder.mkdir(exist_ok=True)
+        patch.setenv(HOME_VARIABLE, str(folder))
         yield
