@@ -29,9 +29,9 @@ STEP_HEAT_DECADES = 2.0
 # the clock settles below that of the benchmark, the more the less power a chip has for its peak. Time of products in a step over
 # that of the same products by themselves: (STEP_LOAD_WATTS / watts per FLOP) ** STEP_LOAD_EXPONENT, from 1 to STEP_LOAD_MOST.
 # Fitted on the fit sources of docs/accuracy.md; layers timed one after another (Vidur) show the same direction and half the size.
-STEP_LOAD_WATTS = 2.2e-12  # J/FLOP from which a chip holds its clock (a V100 has 2.4e-12)
-STEP_LOAD_EXPONENT = 0.17
-STEP_LOAD_MOST = 1.4
+STEP_LOAD_WATTS = 1.9e-12  # J/FLOP from which a chip holds its clock (a V100 has 2.4e-12)
+STEP_LOAD_EXPONENT = 0.235
+STEP_LOAD_MOST = 1.37
 # A chip whose power limit holds products below their usual share holds attention there too.
 ATTENTION_OF_PRODUCTS = 1.05
 # Matrix products narrower than 16 bits.

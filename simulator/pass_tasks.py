@@ -117,11 +117,12 @@ class PassTasks:
     def _forward_by_unit(self, rank: RankStep, cost: StageCost, action: Action, after: list[int]) -> int:
         """Forward with each unit's parameters gathered before it."""
         kinds, prefetch = self.kinds[action.stage], self.context.plan.collectives.prefetch_units
+        early = cost.stage.zero != 3 and self.context.model.software.gathers_ahead
         last = -1
         computed: list[int] = []
         for index, unit in enumerate(cost.units):
             ahead = index - 1 - prefetch
-            gate = after if index == 0 else ([computed[ahead]] if ahead >= 0 and cost.stage.zero == 3 else [])
+            gate = ([] if early else after) if index == 0 else ([computed[ahead]] if ahead >= 0 and cost.stage.zero == 3 else [])
             label = (action, self.unit_names[index])
             gathered = self.states.gather(rank, cost, index, gate, label)
             key = ("F", action.stage, kinds[index])

@@ -31,6 +31,7 @@ class Software:
 
     Gradients. ``fused_grad_add``: weight gradients are accumulated by the product that makes them. ``overlap_grad_reduce`` and
     ``overlap_param_gather``: they run beside backward and forward; else after backward and after the optimizer.
+    ``gathers_ahead``: gathers of optimizer-sharded parameters follow one another from the start of the step, wherever forward is.
     ``overlaps_under_pipeline``: replicated gradients of a pipeline's last backwards are reduced beside them as well.
     ``grad_passes``: times that the optimizer step reads or writes every gradient besides the update (unscale, norm, clip).
 
@@ -66,6 +67,7 @@ class Software:
     fused_grad_add: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    gathers_ahead: bool = False
     overlaps_under_pipeline: bool = False
     grad_passes: float = 0.0
     gathers_by_tensor: bool = False
