@@ -53,7 +53,7 @@ def cluster_from_text(request: ClusterTextRequest, engine: Engine) -> ClusterSpe
     if topology is not None and request.device is not None:
         link = topology.link(find_device(request.device))
         groups = [group.replace(intra=link) for group in groups]
-    cluster = engine.resolve(ClusterSpec(name=request.name, nodes=tuple(groups)))
+    cluster = engine.resolve(ClusterSpec.parse({"name": request.name, "nodes": list(groups)}))
     measured = [curve for curve in curves if curve is not None]
     return cluster.replace(nodes=tuple(_with_curves(group, measured) for group in cluster.nodes))
 

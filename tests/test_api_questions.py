@@ -158,4 +158,6 @@ def test_cluster_from_texts(client: TestClient) -> None:
     assert client.post("/v1/clusters", json=found).status_code == 201
     wrong = client.post("/v1/clusters/from-text", json={"hostfile": "a slots=x\nb b b", "topology": "nothing"}).json()
     assert {error["loc"][0] for error in wrong["errors"] if error["loc"]} == {"hostfile", "topology"}
+    lone = client.post("/v1/clusters/from-text", json={"device": "a100_sxm_80gb"})
+    assert lone.json()["errors"][0]["code"] == "incomplete_node_group"
     assert "device_or_preset" in {error["code"] for error in wrong["errors"]}
