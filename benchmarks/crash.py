@@ -6,6 +6,7 @@ accepted job must have succeeded once, every key must name one job, and no proce
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -75,11 +76,15 @@ def start(folder: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> int:
-    """kill -9; the number of its children that are still there five seconds later."""
+    """kill -9; the number of its children that are still there half a minute later, each named on stderr."""
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return len(psutil.wait_procs(children, timeout=5)[1])
+    alive = psutil.wait_procs(children, timeout=30)[1]
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sys.stderr.write(f"left: {child.status()} {' '.join(child.cmdline())[:200]}\n")
+    return len(alive)
 
 
 def settled(store: Store, ids: set[str]) -> dict[str, Any]:
