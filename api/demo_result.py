@@ -13,7 +13,7 @@ from specs.answer import PlanAnswer
 from specs.base import Document, Spec
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
-from specs.measurement import Comparison, Measurement
+from specs.measurement import Comparison, Difference, Measurement
 from specs.prediction import Prediction
 from specs.training import TrainingSpec
 
@@ -56,6 +56,9 @@ class Scores(Spec):
 
     num_runs: int
     step_median_error: float
+    step_median_error_at_start_speed: float | None = Field(
+        default=None, description="predicted times multiplied by the drift that the probe saw before each run"
+    )
     step_median_error_without_drift: float | None = Field(
         default=None, description="measured times divided by the drift of the machine since the profile"
     )
@@ -105,22 +108,26 @@ def scores_of(runs: Sequence[Run]) -> Scores | None:
     if not runs:
         return None
     step_errors = [abs(run.comparison.step_time.relative_error or 0.0) for run in runs]
-    undrifted = [run.comparison.step_time_at_profile_speed or run.comparison.step_time for run in runs]
-    has_drift = any(run.comparison.step_time_at_profile_speed is not None for run in runs)
-    without_drift = statistics.median(abs(item.relative_error or 0.0) for item in undrifted)
     memory_errors = [abs(run.comparison.peak_memory.relative_error or 0.0) for run in runs]
     measured = {index: run.comparison.step_time.measured for index, run in enumerate(runs)}
     chosen = next((index for index, run in enumerate(runs) if run.chosen), None)
     return Scores(
         num_runs=len(runs),
         step_median_error=statistics.median(step_errors),
-        step_median_error_without_drift=without_drift if has_drift else None,
+        step_median_error_at_start_speed=_median_error([run.comparison.step_time_at_start_speed for run in runs]),
+        step_median_error_without_drift=_median_error([run.comparison.step_time_at_profile_speed for run in runs]),
         step_worst_error=max(step_errors),
         memory_median_error=statistics.median(memory_errors),
         kendall_tau=kendall_tau([run.comparison.step_time.predicted for run in runs], list(measured.values())),
         regret=None if chosen is None else measured[chosen] / min(measured.values()) - 1,
         inside_interval=sum(run.comparison.inside_interval for run in runs),
     )
+
+
+def _median_error(differences: Sequence[Difference | None]) -> float | None:
+    """None where not every run has the figure: a median over others than the rest of the table would mislead."""
+    errors = [abs(item.relative_error or 0.0) for item in differences if item is not None]
+    return statistics.median(errors) if len(errors) == len(differences) else None
 
 
 def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float | None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.layout import Place
+from executor.layout import Layout, Place
 from specs.graph import ModelGraph
 from specs.training import TrainingSpec
 
@@ -17,7 +17,7 @@ _STEP_STRIDE = 1_000_003  # a prime, so that seeds of neighbouring jobs and step
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """Rows of one dp rank: ``tokens`` and ``labels`` (num_micro_batches x micro_batch, S), micro-batch after micro-batch."""
+    """Rows of one dp rank: ``tokens`` and ``labels`` (num_micro_batches x micro_batch, S / cp), micro-batch after micro-batch."""
 
     tokens: Tensor
     labels: Tensor
@@ -40,12 +40,14 @@ class DataSource:
             rows = self._read(step)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    def local_batch(self, step: int, place: Place, dp: int, device: torch.device) -> LocalBatch:
-        """The rows of one dp rank."""
+    def local_batch(self, step: int, place: Place, layout: Layout, device: torch.device) -> LocalBatch:
+        """The rows of one dp rank, and of those the parts of the sequence that its cp rank holds."""
         tokens, labels = self.global_batch(step)
-        rows = tokens.shape[0] // dp
-        own = slice(place.dp * rows, (place.dp + 1) * rows)
-        return LocalBatch(tokens[own].to(device), labels[own].to(device))
+        passes = layout.pipeline.num_micro_batches
+        first = passes * sum(layout.micro_batches[: place.dp])
+        own = slice(first, first + passes * layout.micro_batch(place))
+        index = layout.positions(place)
+        return LocalBatch(tokens[own, index].to(device), labels[own, index].to(device))
 
     def _read(self, step: int) -> Tensor:
         if self._file is None:

@@ -26,11 +26,12 @@ def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
             f"the prediction is of plan {prediction.plan_hash[:12]}, the measurement of {measurement.plan_hash[:12]}",
         )
     step_time = measurement.step_time_s
-    drift = measurement.drift
+    start_drift, drift = measurement.start_drift, measurement.drift
     keys = [*TIME_TERMS, *sorted(set(prediction.waterfall) - set(TIME_TERMS))]
     return Comparison(
         plan_hash=measurement.plan_hash or prediction.plan_hash,
         step_time=difference(prediction.step_time_s, step_time),
+        step_time_at_start_speed=None if not start_drift else difference(prediction.step_time_s * start_drift, step_time),
         step_time_at_profile_speed=None if not drift else difference(prediction.step_time_s, step_time / drift),
         peak_memory=difference(prediction.memory.peak_bytes, measurement.peak_memory_bytes),
         terms={key: difference(prediction.waterfall.get(key, 0.0), measurement.waterfall.get(key, 0.0)) for key in keys},

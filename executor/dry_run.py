@@ -1,7 +1,7 @@
 """Prove that a plan materialises, for any number of ranks in one process: a fake process group and parameters on ``meta``.
 
 Groups, tensor parallel shapes, recompute, sharding, tied parameters and the lowered schedule are built as in a run; no memory
-is allocated and nothing is sent.
+is allocated and nothing is sent. On request two steps are rehearsed on fake tensors, which tells the rank's memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from executor.data_parallel import local_tensor
 from executor.layout import Layout
 from executor.materialize import Program, materialize
 from executor.params import unique_params
+from executor.rehearsal import RehearsedMemory, rehearse
 from profiler.sources import model_from_graph
 from specs.base import Spec
 from specs.errors import InvalidInput
@@ -37,13 +38,18 @@ class DryRunReport(Spec):
     num_params: int
     param_bytes: float
     params: dict[str, tuple[int, ...]]
+    cp: int = 0
+    ep: int = 0
     actions: tuple[str, ...] = Field(default=(), description="this rank's schedule with its sends and receives")
+    memory: RehearsedMemory | None = Field(default=None, description="of a rehearsed step, on request")
 
 
 def dry_run(
-    plan: Plan, graph: ModelGraph, rank: int, workload: TrainingSpec | None = None, *, allow_factory: bool = False
-) -> DryRunReport:
-    """Materialise ``rank`` of ``plan``. ``workload`` sets the precision (default: that of :class:`TrainingSpec`).
+    plan: Plan, graph: ModelGraph, rank: int, workload: TrainingSpec | None = None, *, allow_factory: bool = False,
+    memory: bool = False,
+) -> DryRunReport:  # fmt: skip
+    """Materialise ``rank`` of ``plan``. ``workload`` sets the precision (default: that of :class:`TrainingSpec`). ``memory``:
+    rehearse a step as well.
 
     Use a process that does not train afterwards: torch keeps device meshes, and with them the names of the fake groups.
 
@@ -55,7 +61,10 @@ def dry_run(
     workload = workload or TrainingSpec(global_batch=plan.global_batch, seq_len=plan.seq_len)
     model = model_from_graph(graph, allow_factory=allow_factory)
     with _fake_group(rank, world_size):
-        return _report(materialize(plan, model, graph, workload, rank, draw=None), world_size)
+        report = _report(materialize(plan, model, graph, workload, rank, draw=None), world_size)
+        if not memory:
+            return report
+        return report.replace(memory=rehearse(plan, graph, workload, rank, allow_factory=allow_factory))
 
 
 @contextlib.contextmanager
@@ -75,7 +84,8 @@ def _report(program: Program, world_size: int) -> DryRunReport:
     stages = Layout(program.plan).stages_of(place.pp)
     lowered = program.runner.lowered() if program.runner is not None else []
     return DryRunReport(
-        rank=place.rank, world_size=world_size, pp=place.pp, dp=place.dp, tp=place.tp,
+        rank=place.rank, world_size=world_size, pp=place.pp, dp=place.dp, tp=place.tp, cp=place.cp,
+        ep=place.ep,
         units=tuple(unit for _, stage in stages for unit in range(stage.first_unit, stage.first_unit + stage.num_units)),
         num_params=sum(shard.numel() for shard in shards.values()), param_bytes=sum(shard.nbytes for shard in shards.values()),
         params={name: tuple(shard.shape) for name, shard in shards.items()},

@@ -23,10 +23,10 @@ def gather_full(program: Program, what: Literal["parameter", "gradient"]) -> dic
     for place in unique_params(program.params):
         local = place.parameter if what == "parameter" else place.parameter.grad
         if local is not None:
-            own[place.owner] = _join_tp(program, place, _join_shards(local))
+            own[place.owner] = _join_experts(program, place, _join_tp(program, place, _join_shards(local)))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own
-    speaks = program.place.dp == 0 and program.place.tp == 0
+    speaks = program.place.data == 0 and program.place.tp == 0
     parts: list[Any] | None = [None] * dist.get_world_size() if program.place.rank == 0 else None
     dist.gather_object(own if speaks else {}, parts, dst=0)
     if parts is None:
@@ -49,3 +49,12 @@ def _join_tp(program: Program, place: ParamPlace, part: Tensor) -> Tensor:
     parts: list[Any] = [None] * tp.size
     dist.all_gather_object(parts, part, group=tp.group)
     return torch.cat(parts, dim=place.tp_dim)
+
+
+def _join_experts(program: Program, place: ParamPlace, part: Tensor) -> Tensor:
+    group = program.groups.ep
+    if group is None or not place.expert:
+        return part
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, part, group=group)
+    return torch.cat(parts, dim=0)

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from executor.layout import Place
+from executor.layout import Layout, Place
 from executor.params import ParamPlace, local_part, unique_params
 
 Initializer = Callable[[str, Sequence[int], int], Tensor]
 
 
 @torch.no_grad()
-def init_local_parameters(places: Sequence[ParamPlace], place: Place, tp: int, seed: int, draw: Initializer) -> None:
+def init_local_parameters(places: Sequence[ParamPlace], place: Place, layout: Layout, seed: int, draw: Initializer) -> None:
     """Fill every parameter of ``places``; ``draw(owner name, full shape, seed)`` gives the full tensor."""
     for param in unique_params(places):
         full = draw(param.owner, param.full_shape, seed)
-        own = local_part(full, param.tp_dim, place.tp, tp)
+        if param.expert:
+            full = local_part(full, 0, place.ep, layout.ep)
+        own = local_part(full, param.tp_dim, place.tp, layout.tp)
         target = param.parameter
         if isinstance(target, DTensor):
             own, local = _shard(own, target), target.to_local()

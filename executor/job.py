@@ -70,6 +70,7 @@ class RankResult(Spec):
     warmup_peak_memory_bytes: float
     baseline_bytes: float
     probe_s: float | None = None
+    start_probe_s: float | None = None
     environment: dict[str, Any] = {}
 
 
@@ -113,5 +114,6 @@ def rank_measurement(result: RankResult, terms: dict[str, float], device: str) -
     """The document form of a rank's result."""
     return RankMeasurement(
         rank=result.rank, device=device, terms=terms, step_times_s=tuple(step.step_time_s for step in result.steps),
-        peak_memory_bytes=result.peak_memory_bytes, baseline_bytes=result.baseline_bytes, probe_s=result.probe_s,
+        peak_memory_bytes=result.peak_memory_bytes, baseline_bytes=result.baseline_bytes, start_probe_s=result.start_probe_s,
+        probe_s=result.probe_s,
     )  # fmt: skip

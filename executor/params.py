@@ -19,7 +19,7 @@ _PLACEMENT = re.compile(r"^S\((\d+)\)$")
 class ParamPlace:
     """One parameter of the stage. ``owner``: the name it is initialised under (its own, unless tied). ``unit``: unit number in
     the model. ``tp_dim``: the dim that tensor parallel splits, or ``None``. ``partial_grad``: each tp rank holds a part of the
-    gradient, to be summed."""
+    gradient, to be summed. ``expert``: stacked weights of experts, split over ep along dim 0."""
 
     module: nn.Module
     name: str
@@ -29,6 +29,7 @@ class ParamPlace:
     full_shape: tuple[int, ...]
     tp_dim: int | None = None
     partial_grad: bool = False
+    expert: bool = False
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineContext, _PipelineScheduleRuntime
 
 from executor.data_parallel import DataParallel
@@ -61,11 +62,11 @@ class PipelineRunner:
 
     def __init__(
         self, stages: Sequence[LocalStage], rows: Rows, *, num_stages: int, num_micro_batches: int, tokens_shape: tuple[int, int],
-        group: ProcessGroup, device: torch.device, timers: Timers,
+        share: float, group: ProcessGroup, device: torch.device, timers: Timers,
     ) -> None:  # fmt: skip
-        """``tokens_shape``: (micro-batch, sequence) of the token ids."""
+        """``tokens_shape``: (micro-batch, sequence) of the token ids. ``share``: what the mean loss of the rank's tokens counts."""
         self._data_parallel = {stage.index: stage.data_parallel for stage in stages}
-        self._num_micro_batches, self._timers = num_micro_batches, timers
+        self._num_micro_batches, self._share, self._timers = num_micro_batches, share, timers
         self._stages = [_torch_stage(stage, num_stages, tokens_shape, group, device) for stage in stages]
         self._schedule = _PipelineScheduleRuntime(self._stages, num_micro_batches, loss_fn=_unused_loss, scale_grads=False)
         self._schedule._prepare_schedule_with_comms(torch_actions(rows))
@@ -92,6 +93,15 @@ class PipelineRunner:
         if not self._losses:
             return None
         return torch.stack([self._losses[index].detach() for index in range(self._num_micro_batches)]).mean()
+
+    def take_shapes_as_given(self) -> None:
+        """Leave out torch's vote on whether shapes are known: it reads a value, which fake tensors have not."""
+
+        def warm_up(stages: Sequence[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        self._schedule._warmup_p2p = warm_up
 
     def lowered(self) -> list[str]:
         """The rows with sends and receives, as text."""
@@ -146,7 +156,8 @@ class PipelineRunner:
         stage, index = self._by_index[action.stage_index], _micro_batch(action)
         if not stage.is_last and stage.stage_index + 1 not in self._by_index:
             _wait(self._schedule.bwd_recv_ops.pop((stage.stage_index, index)))
-        loss = self._losses[index] / self._num_micro_batches if stage.is_last else None
+        scale = self._share * self._data_parallel[stage.stage_index].loss_factor / self._num_micro_batches
+        loss = self._losses[index] * scale if stage.is_last else None
         with (
             self._timers.phase("backward"),
             self._data_parallel[stage.stage_index].micro_batch(is_last=full and self._is_last(action)),

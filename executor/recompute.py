@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from executor.ops import COLLECTIVES
 from executor.timers import Timers
-from executor.tp_functions import COLLECTIVE_OPS
 from profiler.opset import OpClass, op_class_of
 from specs.plan import RecomputeMode, RecomputeRun
 
@@ -39,6 +39,7 @@ _DISPATCHED = {
     "_log_softmax": OpClass.SOFTMAX,
     "nll_loss_forward": OpClass.LOSS,
     "vocab_cross_entropy": OpClass.LOSS,
+    "ring_attention": OpClass.ATTENTION,
     "_unsafe_view": OpClass.VIEW,
 }
 
@@ -92,7 +93,7 @@ def selective_contexts(recomputed: frozenset[str]) -> Callable[[], tuple[Any, An
 
 
 def _policy(op: Any, composite: OpClass | None, recomputed: frozenset[str]) -> CheckpointPolicy:
-    if op in COLLECTIVE_OPS:
+    if op in COLLECTIVES:
         return CheckpointPolicy.MUST_SAVE
     name = op.__name__.split(".")[0]
     op_class = composite or _DISPATCHED.get(name) or op_class_of(f"aten.{name}")

@@ -42,7 +42,8 @@ def measurement_of(job: Job, results: Sequence[RankResult], profile: Profile | N
             rank_measurement(item, terms, f"device {device}")
             for item, terms, device in zip(results, rank_terms, sorted(devices), strict=True)
         ),
-        drift=_drift(results, profile),
+        start_drift=_drift([item.start_probe_s for item in results], profile),
+        drift=_drift([item.probe_s for item in results], profile),
         collectives=_traffic(results, kept),
         environment={
             "backend": job.backend,
@@ -75,9 +76,9 @@ def _mean_terms(result: RankResult, kept: Sequence[int]) -> dict[str, float]:
     return {term: statistics.fmean(result.steps[index].terms[term] for index in kept) for term in TIME_TERMS}
 
 
-def _drift(results: Sequence[RankResult], profile: Profile | None) -> float | None:
-    """Probe time beside this run over the profile's; with several device types over their mean."""
-    probes = [item.probe_s for item in results if item.probe_s is not None]
+def _drift(rank_probes_s: Sequence[float | None], profile: Profile | None) -> float | None:
+    """Probe time of this run over the profile's; with several device types over their mean."""
+    probes = [seconds for seconds in rank_probes_s if seconds is not None]
     reference = [device.probe_s.median_s for device in (profile.devices if profile else ()) if device.probe_s is not None]
     if not probes or not reference:
         return None

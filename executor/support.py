@@ -45,6 +45,7 @@ def plan_violations(plan: Plan, graph: ModelGraph) -> list[Violation]:
     for index, stage in enumerate(pipeline.stages):
         found += _stage_violations(stage, index, plan.seq_len)
         found += _mixer_violations(stage, index, graph)
+        found += _context_violations(plan, stage, index, graph)
     if not found:
         found += _schedule_violations(plan, pipeline)
     return found
@@ -70,11 +71,9 @@ def _mesh_violations(pipeline: Pipeline) -> Iterator[Violation]:
     first = pipeline.stages[0]
     for index, stage in enumerate(pipeline.stages):
         loc = ("pipelines", 0, "stages", index)
-        same = (stage.mesh, stage.zero, stage.shard_group, stage.sequence_parallel)
-        if same != (first.mesh, first.zero, first.shard_group, first.sequence_parallel):
-            yield _violation(
-                "equal_stages", f"stage {index} differs from stage 0 in mesh, zero, shard_group or sequence_parallel", *loc
-            )
+        fields = ("mesh", "zero", "shard_group", "sequence_parallel", "batch_share")
+        if unlike := [name for name in fields if getattr(stage, name) != getattr(first, name)]:
+            yield _violation("equal_stages", f"stage {index} differs from stage 0 in {', '.join(unlike)}", *loc)
         if len(stage.devices) != stage.mesh.size or len(set(stage.devices)) != len(stage.devices):
             yield _violation(
                 "devices_of_mesh", f"{len(set(stage.devices))} distinct devices for a mesh of {stage.mesh.size}", *loc, "devices"
@@ -85,32 +84,37 @@ def _mesh_violations(pipeline: Pipeline) -> Iterator[Violation]:
 
 
 def _batch_violations(plan: Plan, pipeline: Pipeline) -> Iterator[Violation]:
-    sequences = pipeline.micro_batch * pipeline.stages[0].mesh.dp * pipeline.num_micro_batches
+    loc = ("pipelines", 0)
+    stage = pipeline.stages[0]
+    dp, shares = stage.mesh.dp, stage.batch_share
+    if shares is not None and (len(shares) != dp or min(shares, default=0) < 1):
+        message = f"batch_share {list(shares)} must name at least one sequence for each of the {dp} dp ranks"
+        yield _violation("batch_share", message, *loc, "stages", 0, "batch_share", actual=list(shares))
+    sequences = pipeline.sequences()
     if sequences != plan.global_batch:
+        rows = f"batch_share {list(shares)}" if shares is not None else f"micro_batch {pipeline.micro_batch} x dp {dp}"
         yield _violation(
-            "global_batch", f"micro_batch {pipeline.micro_batch} x dp {pipeline.stages[0].mesh.dp} x {pipeline.num_micro_batches} "
-            f"micro-batches = {sequences} sequences, not the global batch of {plan.global_batch}", "pipelines", 0,
-            actual=sequences, allowed=plan.global_batch,
+            "global_batch", f"{rows} x {pipeline.num_micro_batches} micro-batches = {sequences} sequences, not the global batch of "
+            f"{plan.global_batch}", *loc, actual=sequences, allowed=plan.global_batch,
         )  # fmt: skip
 
 
 def _stage_violations(stage: Stage, index: int, seq_len: int) -> Iterator[Violation]:
     loc = ("pipelines", 0, "stages", index)
-    unsupported = {
-        "mesh.cp": stage.mesh.cp > 1, "mesh.ep": stage.mesh.ep > 1, "tiers": bool(stage.tiers),
-        "batch_share": stage.batch_share is not None, "state_share": stage.state_share is not None,
-    }  # fmt: skip
+    unsupported = {"tiers": bool(stage.tiers), "state_share": stage.state_share is not None}
     for name, used in unsupported.items():
         if used:
-            yield _violation("not_executable", f"'{name}' is planned and simulated, but not executed", *loc, *name.split("."))
+            yield _violation("not_executable", f"'{name}' is planned and simulated, but not executed", *loc, name)
     if stage.mesh.tp > 1 and not stage.placements:
         yield _violation("no_placements", f"tp {stage.mesh.tp} but no parameter is split", *loc, "placements")
-    if stage.sequence_parallel and seq_len % stage.mesh.tp:
+    if stage.sequence_parallel and seq_len // stage.mesh.cp % stage.mesh.tp:
         yield _violation(
-            "sequence_divisible_by_tp", f"sequence of {seq_len} is no multiple of tp {stage.mesh.tp}", *loc, actual=seq_len
-        )
+            "sequence_divisible_by_tp", f"sequence of {seq_len} is no multiple of cp {stage.mesh.cp} x tp {stage.mesh.tp}", *loc,
+            actual=seq_len,
+        )  # fmt: skip
     if stage.shard_group is not None and stage.mesh.dp % stage.shard_group:
         yield _violation("shard_group_divides_dp", f"shard_group {stage.shard_group} does not divide dp {stage.mesh.dp}", *loc)
+    yield from _expert_violations(stage, loc)
     for run in stage.recompute:
         for violation in _op_class_violations(run):
             yield _violation(
@@ -118,11 +122,56 @@ def _stage_violations(stage: Stage, index: int, seq_len: int) -> Iterator[Violat
             )
 
 
+def _expert_violations(stage: Stage, loc: tuple[str | int, ...]) -> Iterator[Violation]:
+    mesh = stage.mesh
+    ranks = mesh.size if mesh.whole_experts else mesh.dp * mesh.cp
+    if mesh.whole_experts and mesh.tp > 1 and not stage.sequence_parallel:
+        yield _violation("whole_experts", "whole_experts needs sequence_parallel: each rank routes its own tokens", *loc, "mesh")
+    if ranks % mesh.ep:
+        yield _violation(
+            "ep_divides_ranks", f"ep {mesh.ep} does not divide the {ranks} ranks that experts spread over", *loc, "mesh"
+        )
+        return
+    replicas, shards = ranks // mesh.ep, (stage.shard_group or mesh.dp) * mesh.cp
+    if mesh.ep > 1 and stage.zero and replicas > shards and replicas % shards:
+        yield _violation(
+            "expert_shards", f"{replicas} replicas of an expert are no multiple of {shards} shards", *loc, "shard_group"
+        )
+
+
+def _context_violations(plan: Plan, stage: Stage, index: int, graph: ModelGraph) -> Iterator[Violation]:
+    cp, tp = stage.mesh.cp, stage.mesh.tp
+    if cp == 1:
+        return
+    loc = ("pipelines", 0, "stages", index, "mesh", "cp")
+    ring = plan.collectives.context_parallel == "ring"
+    parts = 2 * cp if ring else cp
+    if plan.seq_len % parts:
+        message = f"sequence of {plan.seq_len} is not divisible into the {parts} equal parts of cp {cp}"
+        yield _violation("sequence_divisible_by_cp", message, *loc, actual=plan.seq_len)
+    heads = graph.attributes.get("heads")
+    if not ring and isinstance(heads, int) and heads % (cp * tp):
+        yield _violation("heads_divisible_by_cp", f"{heads} heads are no multiple of cp {cp} x tp {tp}", *loc, actual=heads)
+    unsplit = {"mamba": "state-space mixers, which carry a state along the sequence"}
+    if ring:
+        unsplit["latent"] = "latent attention in a ring, whose values are narrower than its keys"
+    for name, words in unsplit.items():
+        if graph.attributes.get(name):
+            yield _violation("not_executable", f"cp {cp} of {words}, is planned and simulated, but not executed", *loc, actual=cp)
+
+
 # Settings of mixers in which tensor-parallel ranks share or slice tensors that are no weight of a product.
 _NOT_SPLIT = {"latent": "latent attention, whose rotary keys all heads share", "mamba": "state-space mixers"}
 
 
 def _mixer_violations(stage: Stage, index: int, graph: ModelGraph) -> Iterator[Violation]:
+    mesh = stage.mesh
+    if mesh.tp > 1 and stage.sequence_parallel and graph.attributes.get("experts") and not (mesh.whole_experts and mesh.ep > 1):
+        yield _violation(
+            "not_executable", "sequence_parallel of experts that are split over tp is planned and simulated, but not executed; "
+            "with ep > 1 and whole_experts it is", "pipelines", 0, "stages", index, "sequence_parallel", actual=True,
+            allowed=[False],
+        )  # fmt: skip
     for name, words in _NOT_SPLIT.items():
         if stage.mesh.tp > 1 and graph.attributes.get(name):
             yield _violation(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -184,18 +184,20 @@ _CROSS_ENTROPY_DEFAULTS = {
 
 
 def apply_tensor_parallel(
-    units: dict[int, nn.Module], places: list[ParamPlace], tp: TpContext, meta: MetaParameters, *, functional_units: set[int]
-) -> None:
+    units: dict[int, nn.Module], places: list[ParamPlace], tp: TpContext, meta: MetaParameters, *, functional_units: set[int],
+    token_wise: Set[str] = frozenset(),
+) -> None:  # fmt: skip
     """Shrink the split parameters of ``units`` (on ``meta``) and make their modules parallel. ``places`` is kept up to date.
 
-    ``functional_units``: units under selective recompute. Raises :class:`InvalidInput` with every placement that has no rule.
+    ``functional_units``: units under selective recompute. ``token_wise``: names of whole weights whose product runs on each rank's
+    part of the sequence. Raises :class:`InvalidInput` with every placement that has no rule.
     """
     shared = SharedInput(tp)
     functional = SharedInput(dataclasses.replace(tp, functional=True))
     violations: list[Violation] = []
     for number, unit in units.items():
         own = [place for place in places if place.unit == number]
-        converter = _UnitConverter(unit, own, functional if number in functional_units else shared, meta)
+        converter = _UnitConverter(unit, own, functional if number in functional_units else shared, meta, token_wise)
         units[number] = converter.run()
         violations += converter.violations
     if violations:
@@ -205,8 +207,10 @@ def apply_tensor_parallel(
 class _UnitConverter:
     """Converts one unit; keeps going after a violation so that all are reported."""
 
-    def __init__(self, unit: nn.Module, places: list[ParamPlace], shared: SharedInput, meta: MetaParameters) -> None:
-        self.unit, self.places, self.shared, self.meta = unit, places, shared, meta
+    def __init__(
+        self, unit: nn.Module, places: list[ParamPlace], shared: SharedInput, meta: MetaParameters, token_wise: Set[str]
+    ) -> None:
+        self.unit, self.places, self.shared, self.meta, self.token_wise = unit, places, shared, meta, token_wise
         self.violations: list[Violation] = []
 
     def run(self) -> nn.Module:
@@ -251,7 +255,7 @@ class _UnitConverter:
             return ColumnParallelLinear(module.weight, module.bias, self.shared)
         if isinstance(module, nn.Linear) and weight is not None and weight.tp_dim == 1:
             return RowParallelLinear(module.weight, module.bias, self.shared)
-        if isinstance(module, nn.Linear) and tp.sequence_parallel:
+        if isinstance(module, nn.Linear) and tp.sequence_parallel and own["weight"].fqn not in self.token_wise:
             self._violation(own["weight"], "sequence parallel needs every product split; this linear is replicated")
         if isinstance(module, nn.Embedding) and weight is not None and weight.tp_dim == 0:
             first, _ = shard_bounds(weight.full_shape[0], tp.rank, tp.size)

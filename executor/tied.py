@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch.distributed import ProcessGroup
 
 from executor.data_parallel import all_reduce_gradients
-from executor.layout import Layout, new_group
+from executor.groups import new_group
+from executor.layout import Layout, Place
 from executor.params import ParamPlace
 from executor.timers import Timers
 from specs.graph import ModelGraph
@@ -40,22 +41,19 @@ def _unit_of_params(graph: ModelGraph) -> dict[str, int]:
 class TiedGradients:
     """Sums the gradients of tied copies between pipeline ranks. Creating it is a collective call on all ranks."""
 
-    def __init__(self, graph: ModelGraph, layout: Layout, rank: int, places: Sequence[ParamPlace], timeout_s: float) -> None:
+    def __init__(self, graph: ModelGraph, layout: Layout, own: Place, places: Sequence[ParamPlace], timeout_s: float) -> None:
         self._sums: list[tuple[ParamPlace, ProcessGroup]] = []
+        column = layout.pp_ranks(own)
         for owner, pipeline_ranks in pipeline_ranks_of_owners(graph, layout).items():
-            lists = [
-                [layout.grid[pp][dp][tp] for pp in pipeline_ranks] for dp in range(layout.dp) for tp in range(layout.tp)
-            ]  # fmt: skip
-            group = new_group(lists, rank, timeout_s)
             place = next((place for place in places if place.owner == owner), None)
-            if group is not None and place is not None:
-                self._sums.append((place, group))
+            if own.pp in pipeline_ranks and place is not None:
+                self._sums.append((place, new_group([column[pp] for pp in pipeline_ranks], timeout_s)))
 
     def reduce(self, timers: Timers) -> None:
         """Sum; every rank that holds a copy ends with the same gradient."""
         for place, group in self._sums:
             with timers.phase("dp_comm"):
-                all_reduce_gradients([place.parameter], group, "tied.all_reduce", timers, average=False)
+                all_reduce_gradients([place.parameter], group, "tied.all_reduce", timers)
 
 
 def tied_owners(graph: ModelGraph) -> Mapping[str, str]:

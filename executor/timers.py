@@ -63,6 +63,11 @@ class Timers:
         """The context manager that charges its duration, inner phases excluded, to ``term``."""
         return self._phases[term]
 
+    @property
+    def current(self) -> str:
+        """The term that is charged now."""
+        return self._stack[-1]
+
     def start(self) -> None:
         """Forget everything and begin a step."""
         self._seconds = dict.fromkeys(TIME_TERMS, 0.0)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from executor.ops import context_of, define, name_of
 from executor.timers import Timers
 
 SEQUENCE_DIM = 1
@@ -92,44 +93,46 @@ def cross_entropy_parts(logits: Tensor, labels: Tensor, first: int, tp: TpContex
 
 # --- dispatcher-visible, functional forms ---------------------------------------------------------------------------
 
-_CONTEXTS: dict[str, TpContext] = {}  # an op's schema has no place for a process group, so it is passed by name
-_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
-_LIBRARY.define("all_reduce(Tensor x, str context) -> Tensor")
-_LIBRARY.define("all_gather_sequence(Tensor x, str context) -> Tensor")
-_LIBRARY.define("reduce_scatter_sequence(Tensor x, str context) -> Tensor")
-_LIBRARY.define("vocab_cross_entropy(Tensor logits, Tensor labels, int first, str context) -> (Tensor, Tensor, Tensor, Tensor)")
-
 
 def _op_all_reduce(x: Tensor, context: str) -> Tensor:
-    return all_reduce_(x.clone(), _CONTEXTS[context])
+    return all_reduce_(x.clone(), context_of(context))
 
 
 def _op_all_gather(x: Tensor, context: str) -> Tensor:
-    return all_gather_sequence(x, _CONTEXTS[context])
+    return all_gather_sequence(x, context_of(context))
 
 
 def _op_reduce_scatter(x: Tensor, context: str) -> Tensor:
-    return reduce_scatter_sequence(x, _CONTEXTS[context])
+    return reduce_scatter_sequence(x, context_of(context))
 
 
 def _op_cross_entropy(logits: Tensor, labels: Tensor, first: int, context: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return cross_entropy_parts(logits, labels, first, _CONTEXTS[context])
+    return cross_entropy_parts(logits, labels, first, context_of(context))
 
 
-_LIBRARY.impl("all_reduce", _op_all_reduce, "CompositeExplicitAutograd")
-_LIBRARY.impl("all_gather_sequence", _op_all_gather, "CompositeExplicitAutograd")
-_LIBRARY.impl("reduce_scatter_sequence", _op_reduce_scatter, "CompositeExplicitAutograd")
-_LIBRARY.impl("vocab_cross_entropy", _op_cross_entropy, "CompositeExplicitAutograd")
+def _fake_all_gather(x: Tensor, context: str) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * context_of(context).size, x.shape[2])
 
-COLLECTIVE_OPS = tuple(
-    getattr(torch.ops.meshwright, name).default for name in ("all_reduce", "all_gather_sequence", "reduce_scatter_sequence")
-)
+
+def _fake_reduce_scatter(x: Tensor, context: str) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // context_of(context).size, x.shape[2])
+
+
+def _fake_cross_entropy(logits: Tensor, labels: Tensor, first: int, context: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return logits.new_empty(()), torch.empty_like(logits), torch.empty_like(labels), torch.empty_like(labels, dtype=torch.bool)
+
+
+define("all_reduce(Tensor x, str context) -> Tensor", _op_all_reduce, lambda x, context: torch.empty_like(x))
+define("all_gather_sequence(Tensor x, str context) -> Tensor", _op_all_gather, _fake_all_gather)
+define("reduce_scatter_sequence(Tensor x, str context) -> Tensor", _op_reduce_scatter, _fake_reduce_scatter)
+define(
+    "vocab_cross_entropy(Tensor logits, Tensor labels, int first, str context) -> (Tensor, Tensor, Tensor, Tensor)",
+    _op_cross_entropy, _fake_cross_entropy, kept=False,
+)  # fmt: skip
 
 
 def _key(tp: TpContext) -> str:
-    key = str(tp.group.group_name)
-    _CONTEXTS[key] = tp
-    return key
+    return name_of("tp", tp)
 
 
 # --- autograd -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ from executor.timers import StepRecord
 from profiler.probe import run_probe
 from profiler.worker_env import allowed_cores
 
+# Passes of the probe on each core before the first step: they say how fast the machine is at the start of the run.
+START_PROBES = 5
+
 
 class StepLog:
     """Where a rank writes that it has finished a step (rank 0, for the caller to read) and which step it is in (every rank)."""
@@ -47,6 +50,7 @@ class Trainer:
         self._program, self._data, self._memory, self._log, self._device = program, data, memory, log, device
         self._timers = program.timers
         self._losses: list[float] = []
+        self._start_probes: list[float] = []
         self._probes: list[float] = []
 
     def run(self, *, steps: int, warmup_steps: int, probe: bool) -> RankResult:
@@ -54,6 +58,8 @@ class Trainer:
         gc.collect()
         gc.freeze()
         gc.disable()
+        for _ in range(START_PROBES if probe else 0):
+            self._probe(self._start_probes)
         self._memory.reset_peak()
         for step in range(warmup_steps):
             self._step(step, warmup=True)
@@ -63,7 +69,7 @@ class Trainer:
         for step in range(warmup_steps, warmup_steps + steps):
             records.append(self._step(step, warmup=False))
             if probe:
-                self._probe()
+                self._probe(self._probes)
         return RankResult(
             rank=self._program.place.rank,
             steps=tuple(_step_result(record) for record in records),
@@ -72,6 +78,7 @@ class Trainer:
             warmup_peak_memory_bytes=warmup_peak,
             baseline_bytes=self._memory.baseline_bytes,
             probe_s=statistics.median(self._probes) if self._probes else None,
+            start_probe_s=statistics.median(self._start_probes) if self._start_probes else None,
             environment=_environment(),
         )
 
@@ -79,7 +86,7 @@ class Trainer:
         """One step between two barriers, of which the second is part of it. The loss is averaged outside of the timed part."""
         self._log.enter(step)
         program, timers = self._program, self._timers
-        batch = self._data.local_batch(step, program.place, program.layout.dp, self._device)
+        batch = self._data.local_batch(step, program.place, program.layout, self._device)
         gc.collect()
         dist.barrier()
         timers.start()
@@ -104,19 +111,19 @@ class Trainer:
         """The mean over all tokens of the step: the ranks that hold the loss, one of each tp group, add their shares."""
         share = torch.zeros(1, dtype=torch.float64, device=self._device)
         if loss is not None and self._program.place.tp == 0:
-            share += loss.to(torch.float64) / self._program.layout.dp
+            share += loss.to(torch.float64) * self._program.layout.share(self._program.place)
         dist.all_reduce(share)
         value = float(share)
         if value != value:
             raise FloatingPointError(f"the loss of step {len(self._losses)} is not a number")
         return value
 
-    def _probe(self) -> None:
+    def _probe(self, samples: list[float]) -> None:
         """The probe on each core in turn, alone."""
         rank, world_size = self._program.place.rank, self._program.layout.world_size
         for turn in range(min(world_size, os.cpu_count() or 1)):
             if turn == rank:
-                self._probes.append(run_probe())
+                samples.append(run_probe())
             dist.barrier()
 
 

@@ -29,7 +29,8 @@ def warm_up(model: nn.Module, graph: ModelGraph, plan: Plan, dtype: torch.dtype,
         segment.block: unit for unit, (segment, repetition) in reversed(list(enumerate(graph.units()))) if not repetition
     }
     modules = model.unit_modules()  # type: ignore[operator]
-    shape = (plan.pipelines[0].micro_batch, plan.seq_len)
+    stage = plan.pipelines[0].stages[0]
+    shape = (max(stage.batch_share or (plan.pipelines[0].micro_batch,)), plan.seq_len // stage.mesh.cp)
     hidden: Tensor | None = None
     for unit in sorted(first_units.values()):
         module = modules[unit].to(dtype)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from executor.batch import DataSource, vocabulary_size
 from executor.failures import is_consequence
+from executor.groups import create_groups
 from executor.job import Job, RankError, RankResult, write_json
-from executor.layout import Layout, create_groups
+from executor.layout import Layout
 from executor.materialize import materialize
 from executor.memory import MemoryMeter
 from executor.timers import Timers
@@ -54,11 +55,9 @@ def run_rank(job: Job, rank: int, log: StepLog) -> RankResult:
         torch.cuda.set_device(device)
     dist.init_process_group(job.backend, timeout=timedelta(seconds=job.collective_timeout_s))
     layout = Layout(job.plan)
-    stage = layout.pipeline.stages[0]
     groups = create_groups(
-        layout, device_type=device.type, zero=stage.zero if layout.dp > 1 else 0, shard_group=stage.shard_group,
-        timeout_s=job.collective_timeout_s,
-    )  # fmt: skip
+        layout, layout.place(rank), device_type=device.type, zero=layout.pipeline.stages[0].zero, timeout_s=job.collective_timeout_s
+    )
     model = model_from_graph(job.graph, allow_factory=job.allow_factory)
     warm_up(model, job.graph, job.plan, getattr(torch, job.workload.precision.param_dtype), device)
     del model
@@ -68,7 +67,8 @@ def run_rank(job: Job, rank: int, log: StepLog) -> RankResult:
         timers=Timers(), timeout_s=job.collective_timeout_s, groups=groups,
     )  # fmt: skip
     data = DataSource(job.workload, vocabulary_size(job.graph))
-    result = Trainer(program, data, memory, log, device).run(steps=job.steps, warmup_steps=job.warmup_steps, probe=job.probe)
+    probe = job.probe and device.type == "cpu"  # it is CPU work: it says nothing about the speed of a GPU
+    result = Trainer(program, data, memory, log, device).run(steps=job.steps, warmup_steps=job.warmup_steps, probe=probe)
     dist.barrier()
     dist.destroy_process_group()
     return result

@@ -24,7 +24,7 @@ class Assembler:
         self.graph, self.cluster, self.workload, self.loss = graph, cluster, workload, loss
         self.unit_blocks = [segment.block for segment, _ in graph.units()]
         self.layers = layer_range(graph)
-        self._placements: dict[tuple[str, int, bool], dict[str, str]] = {}
+        self._placements: dict[tuple[str, int, bool, bool], dict[str, str]] = {}
 
     @cached_property
     def _hashes(self) -> dict[str, str]:
@@ -34,12 +34,12 @@ class Assembler:
         }  # fmt: skip
 
     def plan(self, strategy: Strategy, pool: Pool) -> Plan:
-        """The plan; ``strategy`` has, with several stages, a ``split``. Devices of the pool beyond pp x dp x tp stay unused."""
+        """The plan; ``strategy`` has, with several stages, a ``split``. Devices beyond pp x dp x cp x tp stay unused."""
         schedule = PipelineSchedule(name=strategy.schedule, stages_per_rank=strategy.stages_per_rank)
         ranks = schedule.stage_ranks(num_ranks=strategy.pp) if strategy.pp > 1 else (0,)
-        dp = strategy.dp or pool.size // (strategy.pp * strategy.tp)
+        dp = strategy.dp_of(pool.size)
         split = strategy.split if strategy.split is not None and strategy.pp > 1 else (len(self.unit_blocks),)
-        size = dp * strategy.tp
+        size = dp * strategy.cp * strategy.tp
         stages, first = [], 0
         for rank, count in zip(ranks, split, strict=True):
             stages.append(self._stage(strategy, pool.devices[rank * size : (rank + 1) * size], dp, first, count))
@@ -61,17 +61,21 @@ class Assembler:
         blocks = list(dict.fromkeys(self.unit_blocks[first : first + count]))
         placements: dict[str, str] = {}
         for block in blocks:
-            placements |= self._placed(block, strategy.tp, strategy.sequence_parallel)
+            placements |= self._placed(block, strategy)
+        mesh = Mesh(dp=dp, cp=strategy.cp, tp=strategy.tp, ep=strategy.ep, whole_experts=strategy.whole_experts)
         return Stage(
-            devices=devices, first_unit=first, num_units=count, mesh=Mesh(dp=dp, tp=strategy.tp), zero=strategy.zero,
+            devices=devices, first_unit=first, num_units=count, mesh=mesh, zero=strategy.zero,
             shard_group=strategy.shard_group, sequence_parallel=strategy.sequence_parallel and strategy.tp > 1,
             placements=placements, recompute=self._recompute(strategy, first, count),
         )  # fmt: skip
 
-    def _placed(self, block: str, tp: int, sequence_parallel: bool) -> dict[str, str]:
-        key = (block, tp, sequence_parallel)
+    def _placed(self, block: str, strategy: Strategy) -> dict[str, str]:
+        key = (block, strategy.tp, strategy.sequence_parallel, strategy.whole_experts)
         if key not in self._placements:
-            self._placements[key] = place_block(self.graph.block(block), tp, sequence_parallel).plan_placements()
+            placed = place_block(
+                self.graph.block(block), strategy.tp, strategy.sequence_parallel, whole_experts=strategy.whole_experts
+            )
+            self._placements[key] = placed.plan_placements()
         return self._placements[key]
 
     def _recompute(self, strategy: Strategy, first: int, count: int) -> Sequence[RecomputeRun]:

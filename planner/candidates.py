@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.assemble import Assembler
 from planner.bounds import Bounds
 from planner.layout import Pool
+from planner.path_bound import path_bounds
 from planner.prices import Prices
 from planner.refine import DoesNotFit, Prepared, Refined, Refiner
 from planner.space import Space
@@ -43,6 +45,7 @@ class Candidates:
         self.memory_misses: dict[int, DoesNotFit] = {}
         self._prepared: dict[int, Prepared | DoesNotFit] = {}
         self._refined: dict[int, Refined | DoesNotFit] = {}
+        self._paths: dict[int, float] = {}
         self._confirmed: dict[int, Confirmed | DoesNotFit] = {}
 
     @property
@@ -66,6 +69,22 @@ class Candidates:
             self._prepared[row] = found
         return self._prepared[row]
 
+    def trace(self, rows: Sequence[int]) -> None:
+        """Bound by their schedule's longest path all of these rows whose split is known."""
+        wanted, skeletons, counts = [], [], []
+        for row in rows:
+            known = self._prepared.get(row)
+            if row in self._paths or not isinstance(known, Prepared) or known.skeleton is None:
+                continue
+            refined = self._refined.get(row)
+            split = refined.strategy.split if isinstance(refined, Refined) else known.strategy.split
+            if split is not None:
+                wanted.append(row)
+                skeletons.append(known.skeleton)
+                counts.append(split)
+        if wanted:
+            self._paths.update(zip(wanted, path_bounds(skeletons, counts).tolist(), strict=True))
+
     def refine(self, row: int) -> Refined | DoesNotFit:
         """Its best split."""
         if row not in self._refined:
@@ -76,7 +95,10 @@ class Candidates:
     def bound_s(self, row: int) -> float:
         """The best bound known of a row's step time."""
         known = [self._prepared.get(row), self._refined.get(row)]
-        return max(float(self.bounds.time_s[row]), *(item.bound_s for item in known if isinstance(item, (Prepared, Refined))), 0.0)
+        path_s = self._paths.get(row, 0.0)
+        return max(
+            float(self.bounds.time_s[row]), path_s, *(item.bound_s for item in known if isinstance(item, (Prepared, Refined))), 0.0
+        )
 
     def confirm(self, row: int) -> Confirmed | DoesNotFit:
         """Its plan, simulated; :class:`DoesNotFit` when it needs more memory than there is."""

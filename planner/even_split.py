@@ -10,26 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planner.layout import Pool
 from planner.prices import Floats, Prices
-from planner.sites import sites
 from planner.strategy_text import Strategy
-from simulator.unit_cost import RecomputeChoice
 from specs.schedule import stage_ranks
 
+if TYPE_CHECKING:
+    from planner.skeleton import Skeleton
 
-def even_split(prices: Prices, strategy: Strategy, pool: Pool) -> tuple[int, ...]:
-    """Units of each stage of ``strategy``, which has ``dp``, on ``pool``."""
-    choice = RecomputeChoice(strategy.recompute, strategy.op_classes)
-    of_rank = []
-    for site in sites(prices.model, pool, pp=strategy.pp, tp=strategy.tp, shard_group=strategy.shard_group):
-        _, units = prices.slowest(site, strategy.sequence_parallel, strategy.micro_batch, choice)
-        of_rank.append((units.forward_s + units.backward_s)[prices.kind_of_unit])
+
+def even_split(prices: Prices, strategy: Strategy, skeleton: Skeleton) -> tuple[int, ...]:
+    """Units of each stage of ``strategy``."""
+    costs = [(units.forward_s + units.backward_s)[prices.kind_of_unit] for units in skeleton.units]
     ranks = stage_ranks(strategy.schedule, num_ranks=strategy.pp, stages_per_rank=strategy.stages_per_rank)
-    seconds = [of_rank[rank] for rank in ranks]
+    seconds = [costs[skeleton.rank_class[rank]] for rank in ranks]
     return level_ranks(seconds, ranks, shortest_longest(seconds))
 
 

@@ -44,6 +44,12 @@ class Pool:
         return tuple(counts.values())
 
     @cached_property
+    def node_size(self) -> int | None:
+        """Devices used of each node where that is one number, else ``None``."""
+        sizes = set(self.node_sizes)
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @cached_property
     def device_types(self) -> tuple[str, ...]:
         """The device types in it, in order."""
         return tuple(dict.fromkeys(place.device for place in self.places))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.layout import Pool
+from planner.space import Space
 from specs.cluster import ClusterSpec, DevicePlace
 from specs.errors import InvalidInput, Violation
 from specs.training import Objective, TrainingSpec
@@ -56,3 +60,24 @@ class ObjectiveFunction:
             code="missing_for_objective", loc=("cluster", "nodes", place.group), actual=None,
             message=f"objective {self.kind.value} needs '{key}' of '{place.device}'",
         )  # fmt: skip
+
+
+class RowValues:
+    """Values of the objective for rows of a space: per layout a factor of the step time and something to add."""
+
+    def __init__(self, objective: ObjectiveFunction, space: Space) -> None:
+        self._layout = space.rows["layout"]
+        zero = [objective.value(0.0, layout.pool) for layout in space.layouts]
+        one = [objective.value(1.0, layout.pool) for layout in space.layouts]
+        self._offset = np.array(zero)
+        self._factor = np.array(one) - self._offset
+
+    def of_rows(self, step_time_s: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of several rows."""
+        layout = self._layout[rows]
+        return np.asarray(step_time_s * self._factor[layout] + self._offset[layout])
+
+    def of(self, step_time_s: float, row: int) -> float:
+        """Of one."""
+        layout = self._layout[row]
+        return float(step_time_s * self._factor[layout] + self._offset[layout])

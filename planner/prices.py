@@ -7,13 +7,14 @@ Units of one block that are treated alike are one *kind*; a model has few. Per k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.sites import Site
+from planner.sites import Place, Site
 from simulator.cost_model import CostModel
 from simulator.network import GroupShape
 from simulator.runtime_rules import memory_rules_for, rules_for
@@ -26,9 +27,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class UnitPrices:
-    """Per kind, on one device at one micro-batch: seconds forward and backward (recompute and tensor-parallel collectives
-    inside), bytes saved, transient peaks beyond them, bytes that enter and leave, elements whose gradients are summed over tp; of
-    the seconds the compute alone."""
+    """Per kind, on one device at one micro-batch: seconds forward and backward (recompute, collectives and exchanges inside), bytes
+    saved, transient peaks beyond them, bytes that enter and leave, elements whose gradients are summed over tp; of the seconds the
+    compute alone. Of a split backward: seconds up to the input's gradient and of those of parameters, bytes that stay for the
+    second part, transient peak of the first. ``*_exchange_s``: of the seconds, expert exchange, which another pass may hide."""
 
     forward_s: Floats
     backward_s: Floats
@@ -40,10 +42,20 @@ class UnitPrices:
     partial_grad_elements: Floats
     forward_compute_s: Floats
     backward_compute_s: Floats
+    input_backward_s: Floats
+    weight_grad_s: Floats
+    forward_exchange_s: Floats
+    backward_exchange_s: Floats
+    weight_saved_bytes: Floats
+    input_backward_peak_bytes: Floats
 
-    def row(self, index: int) -> UnitPrices:
-        """One entry of the leading axis."""
+    def row(self, index: int | NDArray[np.int64]) -> UnitPrices:
+        """One entry of the leading axis, or several."""
         return UnitPrices(**{item.name: getattr(self, item.name)[index] for item in fields(self)})
+
+    def least_bytes(self) -> float:
+        """What a device needs at least for the unit that needs most, states aside."""
+        return float(np.maximum(self.saved_bytes + self.forward_peak_bytes, self.backward_peak_bytes).max())
 
     @staticmethod
     def stack(items: Sequence[UnitPrices]) -> UnitPrices:
@@ -53,16 +65,31 @@ class UnitPrices:
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Per kind, on one tensor-parallel rank: parameters, trainable ones, bytes of gathered weights, of full gradients, and of
-    gradients as they are sent. ``tied_*``: of a parameter that two units of the same stage use."""
+    """Per kind, on one rank of a stage's tp and ep: parameters, trainable ones and of those the rank's own experts, bytes of
+    gathered weights, of full gradients, and of gradients as they are sent. ``tied_*``: of a parameter that two units of the same
+    stage use."""
 
     params: Floats
     trainable: Floats
+    expert: Floats
     weight_bytes: Floats
     grad_bytes: Floats
     reduce_bytes: Floats
+    expert_weight_bytes: Floats
+    expert_reduce_bytes: Floats
     tied_weight_bytes: float = 0.0
     tied_grad_bytes: float = 0.0
+
+    def state_share(self, site: Site, zero: int) -> Floats:
+        """Share of each kind's trainable parameters whose states a rank keeps."""
+        return self.share(site.shard_shape.size, site.expert_degree, zero)
+
+    def share(self, shards: Any, expert_shards: Any, zero: int) -> Floats:
+        """The same; ``shards``: ranks that states are sharded over, those of experts apart; broadcast against kinds."""
+        if zero == 0:
+            return np.ones_like(self.trainable) + 0.0 * np.asarray(shards)
+        dense = (self.trainable - self.expert) / shards + self.expert / expert_shards
+        return np.where(self.trainable > 0, dense / np.maximum(self.trainable, 1.0), 1.0 / np.asarray(shards))
 
 
 @dataclass(frozen=True)
@@ -77,6 +104,15 @@ class ShardPrices:
     bucket_copy_s: Floats
     add_s: Floats
 
+    @staticmethod
+    def stack(items: Sequence[ShardPrices]) -> ShardPrices:
+        """Several along a new leading axis."""
+        return ShardPrices(**{item.name: np.stack([getattr(one, item.name) for one in items]) for item in fields(ShardPrices)})
+
+    def row(self, index: NDArray[np.int64]) -> ShardPrices:
+        """Entries of the leading axis."""
+        return ShardPrices(**{item.name: getattr(self, item.name)[index] for item in fields(self)})
+
 
 class Prices:
     """Array prices of one cost model, cached."""
@@ -90,7 +126,7 @@ class Prices:
         self.kinds: list[tuple[str, bool]] = list(dict.fromkeys(pairs))
         self.kind_of_unit: NDArray[np.int64] = np.array([self.kinds.index(pair) for pair in pairs])
         self._units: dict[tuple[object, ...], UnitPrices] = {}
-        self._sizes: dict[tuple[int, bool], UnitSizes] = {}
+        self._sizes: dict[tuple[object, ...], UnitSizes] = {}
         self._shards: dict[tuple[object, ...], ShardPrices] = {}
 
     @property
@@ -121,87 +157,110 @@ class Prices:
         return middle.pop() if len(middle) == 1 and not middle & ends else None
 
     def units(
-        self, device: str, slowdown: float, tp_shape: GroupShape, sequence_parallel: bool, batch: int, recompute: RecomputeChoice
+        self, device: str, slowdown: float, site: Site | Place, sequence_parallel: bool, batch: int, recompute: RecomputeChoice
     ) -> UnitPrices:
-        """Prices per kind on ``device``, slowed down by ``slowdown``."""
-        key = (device, slowdown, tp_shape, sequence_parallel, batch, recompute)
+        """Prices per kind on ``device``, slowed down by ``slowdown``, in the groups of ``site``."""
+        tp_shape, split = site.tp_shape, site.split
+        key = (device, slowdown, tp_shape, split, sequence_parallel, batch, recompute)
         if key not in self._units:
             costs = [
                 self.model.unit(
                     block, device=device, tp_shape=tp_shape, sequence_parallel=sequence_parallel, batch=batch,
-                    recompute=recompute if is_layer else RecomputeChoice(),
+                    recompute=recompute if is_layer else RecomputeChoice(), split=split,
                 )
                 for block, is_layer in self.kinds
             ]  # fmt: skip
-            self._units[key] = UnitPrices(
-                forward_s=np.array([self._forward_s(cost, device, slowdown, tp_shape.size) for cost in costs]),
-                backward_s=np.array([self._backward_s(cost, device, slowdown, tp_shape.size) for cost in costs]),
-                saved_bytes=np.array([cost.saved_bytes for cost in costs]),
-                forward_peak_bytes=np.array([cost.forward_peak_bytes for cost in costs]),
-                backward_peak_bytes=np.array([cost.backward_peak_bytes for cost in costs]),
-                input_bytes=np.array([cost.input_bytes for cost in costs]),
-                output_bytes=np.array([cost.output_bytes for cost in costs]),
-                partial_grad_elements=np.array([cost.partial_grad_elements for cost in costs]),
-                forward_compute_s=np.array([cost.forward_s for cost in costs]) * slowdown,
-                backward_compute_s=np.array([cost.backward_s + cost.recompute_s for cost in costs]) * slowdown,
-            )
+            self._units[key] = self._from_costs(costs, device, slowdown, tp_shape.size)
         return self._units[key]
 
+    def _from_costs(self, costs: Sequence[UnitCost], device: str, slowdown: float, tp: int) -> UnitPrices:
+        def each(value: Callable[[UnitCost], float]) -> Floats:
+            return np.array([value(cost) for cost in costs])
+
+        def first_part(cost: UnitCost) -> UnitCost:
+            return replace(cost, backward_s=cost.backward_s - cost.weight_grad_s, tp_backward_s=cost.tp_split_backward_s)
+
+        return UnitPrices(
+            forward_s=each(lambda cost: self._forward_s(cost, device, slowdown, tp)),
+            backward_s=each(lambda cost: self._backward_s(cost, device, slowdown, tp)),
+            saved_bytes=each(lambda cost: cost.saved_bytes), forward_peak_bytes=each(lambda cost: cost.forward_peak_bytes),
+            backward_peak_bytes=each(lambda cost: cost.backward_peak_bytes), input_bytes=each(lambda cost: cost.input_bytes),
+            output_bytes=each(lambda cost: cost.output_bytes),
+            partial_grad_elements=each(lambda cost: cost.partial_grad_elements),
+            forward_compute_s=slowdown * each(lambda cost: cost.forward_s),
+            backward_compute_s=slowdown * each(lambda cost: cost.backward_s + cost.recompute_s),
+            input_backward_s=each(lambda cost: self._backward_s(first_part(cost), device, slowdown, tp)),
+            weight_grad_s=slowdown * each(lambda cost: cost.weight_grad_s),
+            forward_exchange_s=each(lambda cost: cost.exchange_forward.get("ep_comm", 0.0)),
+            backward_exchange_s=each(lambda cost: cost.exchange_backward.get("ep_comm", 0.0)),
+            weight_saved_bytes=each(lambda cost: cost.weight_saved_bytes),
+            input_backward_peak_bytes=each(lambda cost: cost.input_backward_peak_bytes),
+        )  # fmt: skip
+
     def _forward_s(self, cost: UnitCost, device: str, slowdown: float, tp: int) -> float:
-        """Compute, tensor-parallel collectives, and waiting for the slowest tp rank at them."""
+        """Compute, collectives and exchanges, and waiting for the slowest tp rank."""
         wait_s = self.model.skew_wait_s(device, slowdown * cost.forward_s, tp, cost.tp_forward_calls)
-        return slowdown * cost.forward_s + cost.tp_forward_s + wait_s
+        return slowdown * cost.forward_s + cost.tp_forward_s + sum(cost.exchange_forward.values()) + wait_s
 
     def _backward_s(self, cost: UnitCost, device: str, slowdown: float, tp: int) -> float:
         """The same of backward, recompute included."""
         wait_s = self.model.skew_wait_s(device, slowdown * cost.backward_s, tp, cost.tp_backward_calls)
-        return slowdown * (cost.backward_s + cost.recompute_s) + cost.tp_backward_s + cost.tp_recompute_s + wait_s
+        compute_s = slowdown * (cost.backward_s + cost.recompute_s)
+        return compute_s + cost.tp_backward_s + cost.tp_recompute_s + sum(cost.exchange_backward.values()) + wait_s
 
     def slowest(self, site: Site, sequence_parallel: bool, batch: int, recompute: RecomputeChoice) -> tuple[str, UnitPrices]:
         """The device type of ``site`` that takes longest over the whole model, and its prices."""
-        priced = [
-            (name, self.units(name, slowdown, site.tp_shape, sequence_parallel, batch, recompute))
-            for name, slowdown in site.devices
-        ]
+        priced = [(name, self.units(name, slowdown, site, sequence_parallel, batch, recompute)) for name, slowdown in site.devices]
         return max(priced, key=lambda item: float(self.counts @ (item[1].forward_s + item[1].backward_s)))
 
-    def sizes(self, tp: int, *, whole: bool = False) -> UnitSizes:
-        """Parameters per kind at that tp. ``whole``: one stage holds all units, and tied parameters once."""
-        if (tp, whole) not in self._sizes:
-            params = [self.model.params(block, tp, with_owner=whole) for block, _ in self.kinds]
+    def sizes(self, site: Site) -> UnitSizes:
+        """Parameters per kind on one rank of ``site``; a stage that is the only one holds tied parameters once."""
+        tp, split, whole = site.tp_shape.size, site.split, site.whole
+        key = (tp, split.ep, split.whole_experts, whole)
+        if key not in self._sizes:
+            params = [
+                self.model.params(block, tp, split.ep, whole_experts=split.whole_experts, with_owner=whole)
+                for block, _ in self.kinds
+            ]
             total = np.array([float(item.total) for item in params])
-            trainable = np.array([float(item.trainable) for item in params])
+            trainable, expert = (np.array([float(getattr(item, name)) for item in params]) for name in ("trainable", "expert"))
             weight, grad, _ = self.model.state_bytes_per_param
             sent = DTYPE_BYTES[self.model.precision.reduce_dtype]
             weights = trainable * weight + (total - trainable) * self.model.frozen_bytes_per_param
             tied = sum(item.tied_alias for item in params) if whole else 0.0
-            self._sizes[tp, whole] = UnitSizes(
-                total, trainable, weights, trainable * grad, trainable * sent, tied * weight, tied * grad
-            )
-        return self._sizes[tp, whole]
+            self._sizes[key] = UnitSizes(
+                total, trainable, expert, weights, trainable * grad, trainable * sent, expert * weight, expert * sent,
+                tied * weight, tied * grad,
+            )  # fmt: skip
+        return self._sizes[key]
 
     def shards(self, device: str, slowdown: float, site: Site) -> ShardPrices:
-        """Data-parallel prices per kind on a stage that lies like ``site``."""
-        key = (device, slowdown, site.whole, site.tp_shape.size, site.dp_shape, site.shard_shape, site.replica_shape)
+        """Data-parallel prices per kind on a stage that lies like ``site``; experts are shared by fewer ranks than the rest."""
+        key = (device, slowdown, site.whole, site.tp_shape.size, site.split, site.dp_shape, site.shard_shape, site.replica_shape)
         if key not in self._shards:
-            sizes, model = self.sizes(site.tp_shape.size, whole=site.whole), self.model
-            degree = site.shard_shape.size
+            sizes, model = self.sizes(site), self.model
 
             def each(function: Callable[[float], float], values: Floats) -> Floats:
                 return np.array([function(float(value)) for value in values])
 
-            def collective(op: str, shape: GroupShape) -> Callable[[float], float]:
-                return lambda size: model.network.collective(op, size, shape).seconds
+            def collective(op: str, shape: GroupShape | None, values: Floats) -> Floats:
+                if shape is None:
+                    return np.zeros_like(values)
+                return each(lambda size: model.network.collective(op, size, shape).seconds, values)
 
             def fresh_copy(size: float) -> float:
                 return model.copy_s(device, size, fresh=True)
 
+            expert, experts_at = sizes.expert_reduce_bytes, site.expert_shape
+            dense_weights, dense = sizes.weight_bytes - sizes.expert_weight_bytes, sizes.reduce_bytes - expert
             self._shards[key] = ShardPrices(
-                gather_s=each(collective("all_gather", site.shard_shape), sizes.weight_bytes),
-                reduce_s=each(collective("reduce_scatter", site.shard_shape), sizes.reduce_bytes)
-                + each(collective("all_reduce", site.replica_shape), sizes.reduce_bytes / degree)
+                gather_s=collective("all_gather", site.shard_shape, dense_weights)
+                + collective("all_gather", experts_at, sizes.expert_weight_bytes),
+                reduce_s=collective("reduce_scatter", site.shard_shape, dense)
+                + collective("all_reduce", site.replica_shape, dense / site.shard_shape.size)
+                + collective("reduce_scatter", experts_at, expert)
                 + self.rules.reduce_copies * each(fresh_copy, sizes.reduce_bytes),
-                all_reduce_s=each(collective("all_reduce", site.dp_shape), sizes.reduce_bytes),
+                all_reduce_s=collective("all_reduce", site.dp_shape, dense) + collective("all_reduce", experts_at, expert),
                 unpack_s=self.rules.gather_copies * each(fresh_copy, sizes.weight_bytes),
                 bucket_copy_s=self.rules.bucket_copies * each(lambda size: model.copy_s(device, size), sizes.grad_bytes),
                 add_s=slowdown * each(lambda elements: model.grad_add_s(device, elements), sizes.trainable),

@@ -6,10 +6,12 @@ the nearest allowed value. ``loc`` is where the caller's user wrote the number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from profiler.opset import OpClass
 from profiler.placement import place_block
+from simulator.exchange import expert_params
 from specs.errors import Violation, nearest_name, nearest_number
 from specs.graph import ModelGraph
 from specs.plan import RecomputeMode
@@ -104,6 +106,85 @@ def sequence_divisible_by_tp(seq_len: int, tp: int, sequence_parallel: bool, loc
     ]  # fmt: skip
 
 
+# --- context and expert parallel --------------------------------------------------------------------------------------
+
+
+def sequence_divisible_by_cp(seq_len: int, cp: int, tp: int, sequence_parallel: bool, loc: Loc) -> list[Violation]:
+    """Each context-parallel rank holds an early and a late part of the sequence, each of which sequence parallel splits over tp:
+    the length is a multiple of cp x lcm(2, tp)."""
+    step = cp * math.lcm(2, tp if sequence_parallel else 1)
+    if cp == 1 or seq_len % step == 0:
+        return []
+    return [
+        Violation(
+            code="sequence_divisible_by_cp", loc=loc, actual=seq_len, allowed=f"multiples of {step}",
+            nearest=-(-seq_len // step) * step,
+            message=f"sequence length {seq_len} is not a multiple of {step}, which cp {cp} needs (an early and a late part a rank)",
+        )
+    ]  # fmt: skip
+
+
+def cp_splits_attention(graph: ModelGraph, cp: int, loc: Loc) -> list[Violation]:
+    """What mixes tokens is attention alone: a scan along the sequence has no exchange that this version prices."""
+    if cp == 1 or (op_classes_of(graph) & {OpClass.ATTENTION.value} and not op_classes_of(graph) & {OpClass.SCAN.value}):
+        return []
+    message = f"cp {cp}: the model mixes tokens by other ops than attention (or not at all)"
+    return [Violation(code="cp_without_attention", loc=loc, actual=cp, allowed=[1], nearest=1, message=message)]
+
+
+def ep_divides_experts(num_experts: int, ep: int, loc: Loc) -> list[Violation]:
+    """Every expert-parallel rank holds equally many whole experts. ``num_experts`` 0: the model has none."""
+    if ep == 1 or (num_experts and num_experts % ep == 0):
+        return []
+    allowed = divisors(num_experts) if num_experts else [1]
+    has = f"{num_experts} experts are not a multiple of ep {ep}" if num_experts else f"ep {ep}: the model has no experts"
+    return [
+        Violation(
+            code="experts_divisible_by_ep", loc=loc, actual=ep, allowed=allowed, nearest=nearest_number(ep, allowed), message=has
+        )
+    ]
+
+
+def ep_divides_ranks(ep: int, ranks: int, loc: Loc, *, of: str) -> list[Violation]:
+    """Expert-parallel groups are made of the ranks of a stage. ``of``: which, in words."""
+    if ranks % ep == 0:
+        return []
+    allowed = divisors(ranks)
+    message = f"ep {ep} does not divide {of} = {ranks} ranks"
+    return [
+        Violation(
+            code="ep_divides_ranks", loc=loc, actual=ep, allowed=allowed, nearest=nearest_number(ep, allowed), message=message
+        )
+    ]
+
+
+def whole_experts_rule(whole_experts: bool, ep: int, tp: int, sequence_parallel: bool, loc: Loc) -> list[Violation]:
+    """Experts that are not split over tp take their tokens from every tp rank, so these must hold different ones."""
+    if not whole_experts or (ep > 1 and tp > 1 and sequence_parallel):
+        return []
+    message = (
+        f"whole_experts with ep {ep}, tp {tp}, sequence_parallel {str(sequence_parallel).lower()}: needs ep and tp above 1 and "
+    )
+    return [
+        Violation(code="whole_experts", loc=loc, actual=True, allowed=[False], nearest=False, message=message + "sequence_parallel")
+    ]
+
+
+def op_classes_of(graph: ModelGraph) -> set[str]:
+    """Classes of the model's ops."""
+    return {op.op_class.value for block in graph.blocks for op in place_block(block).ops}
+
+
+def num_experts(graph: ModelGraph) -> int:
+    """Experts of a layer, the greatest common divisor where layers differ; 0 where there are none."""
+    counts = set()
+    for block in graph.blocks:
+        placed = place_block(block)
+        names = expert_params(placed)
+        counts |= {int(placed.params[name].shape[0](1, 1)) for name in names}
+    return math.gcd(*counts) if counts else 0
+
+
 # --- batch and schedule ---------------------------------------------------------------------------------------------
 
 
@@ -173,23 +254,6 @@ def _what_works(rule: ScheduleRule, pp: int, num_micro_batches: int, micro_batch
         first = f"micro_batch {size} gives {sequences // size}"
     batch = rule.nearest(num_micro_batches, pp) * micro_batch * dp
     return f"{first}; with micro_batch {micro_batch} a global batch of {batch} would do"
-
-
-SEARCHED_SCHEDULES = ("1f1b", "gpipe")
-
-
-def schedule_is_searched(name: str, chunks: int, subject: str) -> list[Violation]:
-    """Bounds and stage program know these schedules; a strategy with another one can be estimated, simulated and validated."""
-    if name in SEARCHED_SCHEDULES:
-        message = f"chunks={chunks}: {name} has one stage per pipeline rank"
-        one = Violation(code="stages_per_rank", loc=(subject, "chunks"), actual=chunks, allowed=[1], nearest=1, message=message)
-        return [one] if chunks != 1 else []
-    return [
-        Violation(
-            code="schedule_not_searched", loc=(subject, "schedule"), actual=name, allowed=list(SEARCHED_SCHEDULES), nearest="1f1b",
-            message=f"the search has no bounds for schedule '{name}': give the whole strategy to be estimated instead",
-        )
-    ]  # fmt: skip
 
 
 # --- stages, sharding, recompute ------------------------------------------------------------------------------------
@@ -270,7 +334,7 @@ def devices_enough(needed: int, available: int, loc: Loc, *, limit: str = "the c
     return [
         Violation(
             code="devices_enough", loc=loc, actual=needed, allowed=f"<= {available}", nearest=available,
-            message=f"pp x dp x tp = {needed} devices, {limit} {available}",
+            message=f"pp x dp x cp x tp = {needed} devices, {limit} {available}",
         )
     ]  # fmt: skip
 
@@ -308,15 +372,16 @@ def tp_values(graph: ModelGraph, limit: int) -> list[int]:
     return [value for value in range(1, limit + 1) if not tp_divides_sizes(graph, value, ())]
 
 
-def devices_divisible(available: int, pp: int, tp: int, loc: Loc) -> list[Violation]:
-    """Without a given dp, pp x tp must divide the devices: leaving some out is the user's word, never silent."""
-    if available % (pp * tp) == 0:
+def devices_divisible(available: int, pp: int, tp: int, loc: Loc, *, cp: int = 1) -> list[Violation]:
+    """Without a given dp, pp x cp x tp must divide the devices: leaving some out is the user's word, never silent."""
+    each = pp * cp * tp
+    if available % each == 0:
         return []
-    dp = available // (pp * tp)
+    dp = available // each
+    degrees = f"pp {pp} x cp {cp} x tp {tp}" if cp > 1 else f"pp {pp} x tp {tp}"
     return [
         Violation(
-            code="devices_divisible", loc=loc, actual=available, allowed=f"multiples of {pp * tp}", nearest=pp * tp * dp,
-            message=f"pp {pp} x tp {tp} does not divide {available} devices; "
-            f"say dp={dp} to leave {available - pp * tp * dp} unused",
+            code="devices_divisible", loc=loc, actual=available, allowed=f"multiples of {each}", nearest=each * dp,
+            message=f"{degrees} does not divide {available} devices; say dp={dp} to leave {available - each * dp} unused",
         )
     ]  # fmt: skip

@@ -1,46 +1,41 @@
 """The search: enumerate, bound, refine best-first, confirm in the event simulation, stop with a certificate.
 
-A *candidate* is a skeleton (``planner.space``) with the stage split that the stage program gives it. Candidates wait in a heap by
-the best lower bound known of their objective. The head of the heap goes one level up (exact memory and greedy split, then the stage
-program), is put back with its better bound, and when it comes up again simulated. When the head's bound is not below the best
-simulated plan, no candidate is better: optimal. The same inputs and seed give the same answer.
+A *candidate* is a skeleton (``planner.space``) with its stage split: the even one of alike ranks where it fits, else the one that
+the stage program gives it. Rows of the space wait in the order of their first bound; the best get their close bound, many at a
+time, and go on a heap. The head of the heap goes one level up (split and exact memory, the longest path through its schedule, the
+stage program), is put back with its better bound, and when it comes up again simulated. When no bound is below the best simulated
+plan, no candidate is better: optimal. The same inputs and seed give the same answer.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from planner import rules
 from planner.alternatives import alternatives
 from planner.assemble import Assembler
 from planner.assumptions import assumptions
-from planner.bounds import Bounds, compute_bounds
+from planner.bounds import Bounds, first_bounds
 from planner.candidates import Candidates, Confirmed
 from planner.explain import explain
 from planner.infeasible import broken_limits, closest_notes
 from planner.layout import pools
-from planner.objective import ObjectiveFunction
+from planner.objective import ObjectiveFunction, RowValues
 from planner.prices import Prices
+from planner.queue import CLOSE, READY, Queue
 from planner.refine import DoesNotFit
 from planner.space import Space, enumerate_space
 from planner.strategy_text import parse_fields
 from simulator.cost_model import CostModel
 from specs.answer import PlanAnswer, SearchRecord, Status
 from specs.cluster import ClusterSpec
-from specs.errors import InvalidInput
 from specs.graph import ModelGraph
 from specs.profile import Profile
 from specs.progress import Progress, ProgressSink, ignore
 from specs.training import TrainingSpec
-
-Heap = list[tuple[float, int, int]]
-# Levels of a candidate in the heap.
-BOUNDED, PREPARED, REFINED = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +83,8 @@ class _Search:
         self.start = time.monotonic()
         self.options, self.progress, self.workload = options, progress, workload
         self.fixed: dict[str, Any] = parse_fields(options.strategy) if options.strategy else {}
-        violations = rules.schedule_is_searched(self.fixed.get("schedule", "1f1b"), self.fixed.get("chunks", 1), "strategy")
-        if violations:
-            raise InvalidInput(violations, subject=f"strategy '{options.strategy}'")
+        if cluster.backend == "gloo":  # plans for these are run here, and the executor splits neither sequences nor experts
+            self.fixed = {"cp": 1, "ep": 1, **self.fixed}
         self.objective = ObjectiveFunction(cluster, workload)
         loss: str | None = self.fixed.get("loss")
         self.model = (cost_model or CostModel(graph, cluster, workload, profile)).with_loss(loss or workload.loss_kernel)
@@ -101,83 +95,60 @@ class _Search:
             self.prices, Assembler(graph, cluster, workload, loss), self.space, Bounds(np.zeros(0), np.zeros(0)),
             split=self.fixed.get("split"), seed=options.seed,
         )  # fmt: skip
+        self.values = RowValues(self.objective, self.space)
         self.best: Confirmed | None = None
         self.best_value = float("inf")
-        self.rejected = dict(self.space.rejected)
+        self.outcome: dict[int, str] = {}
         self.fastest_s = float("inf")
 
     def run(self) -> PlanAnswer:
         """Bound, search, explain."""
         self._tell("bounding", f"{len(self.space.rows)} strategies on {len(self.pools)} choices of devices")
-        self.candidates.bounds = bounds = compute_bounds(self.prices, self.space, stop=self._out_of_time)
-        self._reject("memory", int((~bounds.fits).sum()))
-        heap = self._heap(bounds)
-        exhausted = self._best_first(heap)
-        return self._answer(heap, exhausted)
+        self.candidates.bounds = first_bounds(self.prices, self.space, stop=self._out_of_time)
+        self.queue = Queue(self.candidates, self.values, self.workload.limits.max_step_time_s)
+        exhausted = self._best_first()
+        return self._answer(exhausted)
 
     def _out_of_time(self) -> bool:
         limit = self.options.time_limit_s
         return limit is not None and time.monotonic() - self.start > limit
 
-    def _reject(self, reason: str, count: int = 1) -> None:
-        if count:
-            self.rejected[reason] = self.rejected.get(reason, 0) + count
-
     # --- best first --------------------------------------------------------------------------------------------
 
-    def _heap(self, bounds: Bounds) -> Heap:
-        """(bound of the objective, row, level), least first; rows beyond the step time limit are dropped."""
-        limit = self.workload.limits.max_step_time_s
-        rows = np.flatnonzero(bounds.fits)
-        if limit is not None:
-            late = bounds.time_s[rows] > limit
-            self._reject("max_step_time", int(late.sum()))
-            self.fastest_s = min(self.fastest_s, float(bounds.time_s[rows].min(initial=np.inf)))
-            rows = rows[~late]
-        heap = [(self._value(float(bounds.time_s[row]), row), row, BOUNDED) for row in rows.tolist()]
-        heapq.heapify(heap)
-        return heap
-
-    def _value(self, seconds: float, row: int) -> float:
-        return self.objective.value(seconds, self.candidates.pool(row))
-
-    def _best_first(self, heap: Heap) -> bool:
+    def _best_first(self) -> bool:
         """Take the head up a level until none can be better; True when that is so, False when time or simulations ran out."""
-        while heap:
-            value, row, level = heap[0]
-            if value * (1 + self.options.tolerance) >= self.best_value:
+        queue = self.queue
+        while True:
+            queue.advance(self.best_value)
+            head = queue.head()
+            if head is None or head.value * (1 + self.options.tolerance) >= self.best_value:
                 return True
             if self._out_of_time() or self.candidates.num_confirmed >= self.options.confirm_at_most:
                 return False
-            heapq.heappop(heap)
-            if level == REFINED:
-                self._confirm(row, heap)
-                continue
-            found = self.candidates.prepare(row) if level == BOUNDED else self.candidates.refine(row)
-            if isinstance(found, DoesNotFit):
-                self._reject("memory")
+            if head.level == READY:
+                queue.pop()
+                self._confirm(head.row)
+            elif head.level == CLOSE:
+                queue.prepare(self.best_value)
             else:
-                heapq.heappush(heap, (max(value, self._value(self.candidates.bound_s(row), row)), row, level + 1))
-        return True
+                queue.refine()
 
-    def _confirm(self, row: int, heap: Heap) -> None:
+    def _confirm(self, row: int) -> None:
         found = self.candidates.confirm(row)
         if isinstance(found, DoesNotFit):
-            self._reject("memory")
+            self.outcome[row] = "memory"
             return
         limit = self.workload.limits.max_step_time_s
         self.fastest_s = min(self.fastest_s, found.step_time_s)
         if limit is not None and found.step_time_s > limit:
-            self._reject("max_step_time")
+            self.outcome[row] = "max_step_time"
             return
-        value = self._value(found.step_time_s, row)
+        value = self.values.of(found.step_time_s, row)
+        self.outcome[row] = "slower"
         if value >= self.best_value:
-            self._reject("slower")
             return
-        if self.best is not None:
-            self._reject("slower")
         self.best, self.best_value = found, value
-        bound = min(value, heap[0][0]) if heap else value
+        bound = min(value, self.queue.least_value())
         self._tell(
             "improved", f"{found.step_time_s:.4f} s, {found.plan.strategy}", incumbent_s=found.step_time_s,
             best_bound_s=found.step_time_s * bound / value, gap=value / bound - 1 if bound > 0 else None,
@@ -194,11 +165,10 @@ class _Search:
 
     # --- the answer --------------------------------------------------------------------------------------------
 
-    def _answer(self, heap: Heap, exhausted: bool) -> PlanAnswer:
+    def _answer(self, exhausted: bool) -> PlanAnswer:
         if self.best is None:
             return self._without_plan(exhausted)
-        self._reject("bound_above_best", len(heap) if exhausted else 0)
-        bound_value = self.best_value if not heap else min(self.best_value, heap[0][0])
+        bound_value = min(self.best_value, self.queue.least_value())
         gap = self.best_value / bound_value - 1 if bound_value > 0 else None
         best_bound_s = self.best.step_time_s / (1 + gap) if gap is not None else 0.0
         others = [] if self._out_of_time() else alternatives(self.candidates, self.best, self.options.top, self._out_of_time)
@@ -206,18 +176,30 @@ class _Search:
         self._tell("done", f"{self.best.step_time_s:.4f} s", strategy=self.best.plan.strategy, best_bound_s=best_bound_s, gap=gap)
         return PlanAnswer(
             status="optimal" if exhausted else "feasible", plan=self.best.plan, prediction=self.best.prediction,
-            search=self._record(best_bound_s, gap), alternatives=tuple(others[: self.options.top]), rejected=self.rejected,
+            search=self._record(best_bound_s, gap), alternatives=tuple(others[: self.options.top]),
+            rejected=self._rejected(exhausted),
             assumptions=tuple(assumptions(self.prices, self.best)), explanation=tuple(lines),
         )  # fmt: skip
 
+    def _rejected(self, exhausted: bool) -> dict[str, int]:
+        """Counts by reason: broken rules, memory, the limit on step time, simulated and slower, bounded out."""
+        counts = dict(self.space.rejected)
+        found = self.queue.outcomes(self.outcome, None if self.best is None else self.best.row, exhausted)
+        for reason, count in zip(*np.unique(found, return_counts=True), strict=True):
+            if reason not in ("", "chosen"):
+                counts[str(reason)] = counts.get(str(reason), 0) + int(count)
+        return counts
+
     def _without_plan(self, exhausted: bool) -> PlanAnswer:
         status: Status = "infeasible" if exhausted else "timed_out"
-        limits = broken_limits(self.candidates, self.fixed, fastest_s=self.fastest_s) if exhausted else ()
+        fastest_s = min(self.fastest_s, self.queue.fastest_s)
+        limits = broken_limits(self.candidates, self.fixed, fastest_s=fastest_s) if exhausted else ()
         notes = closest_notes(self.candidates) if any(item.limit == "memory" for item in limits) else ()
         self._tell("done", status)
         return PlanAnswer(
-            status=status, search=self._record(None, None), rejected=self.rejected, limits=tuple(limits), explanation=tuple(notes)
-        )
+            status=status, search=self._record(None, None), rejected=self._rejected(exhausted), limits=tuple(limits),
+            explanation=tuple(notes),
+        )  # fmt: skip
 
     def _record(self, best_bound_s: float | None, gap: float | None) -> SearchRecord:
         return SearchRecord(

@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.prices import Floats, Prices, UnitPrices
 from planner.sites import Site
-from planner.terms import PipelineTerms, optimizer_s, overlap_s, partial_grads_s
+from planner.terms import Overlap, PipelineTerms, optimizer_s, partial_grads_s
 
 
 def first_stage_ends_s(
@@ -30,29 +30,29 @@ def first_stage_ends_s(
     site = stage_sites[0]
     reduce_s = np.cumsum(np.broadcast_to(terms.reduce_s, units.forward_s.shape)[kind])
     backward_s = np.cumsum(np.broadcast_to(terms.backward_s, units.forward_s.shape)[kind])
-    partial = partial_grads_s(prices, site, np.cumsum(units.partial_grad_elements[kind])) + tied_grads_s(prices, stage_sites)
-    trainable = np.cumsum(prices.sizes(site.tp_shape.size).trainable[kind])
-    optimizer = np.array([optimizer_s(prices, site, device, float(value), zero=zero) for value in trainable])
+    partial = partial_grads_s(prices, site, np.cumsum(units.partial_grad_elements[kind])) + tied_grads_s(
+        prices, site, stage_sites[-1].first_device
+    )
+    sizes = prices.sizes(site)
+    local = np.cumsum((sizes.trainable * sizes.state_share(site, zero))[kind])
+    optimizer = np.array([optimizer_s(prices, device, float(value)) for value in local])
     if zero == 0 or prices.rules.reduce_inline:  # on the compute queue, one after another
         after = reduce_s + partial
     else:
         last = reduce_s[0]
-        exposed = overlap_s(prices.rules.at_tier(site.dp_shape.tier), backward_s, reduce_s - last) - backward_s
+        exposed = Overlap.of(prices.rules, site.dp_shape.tier).least_s(backward_s, reduce_s - last) - backward_s
         after = np.maximum(last + exposed, partial)
     ends = float(terms.wait_s[first]) + after + optimizer
     return np.concatenate([ends[:1], ends])
 
 
-def tied_grads_s(prices: Prices, stage_sites: Sequence[Site]) -> float:
-    """Summing the gradients of a parameter that the first and the last stage both hold."""
+def tied_grads_s(prices: Prices, site: Site, last_first_device: int) -> float:
+    """Summing the gradients of a parameter that the first stage, on ``site``, and the last one, with that first device, hold."""
     model = prices.model
-    if not model.graph.tied or len(stage_sites) == 1:
+    if not model.graph.tied or site.first_device == last_first_device:
         return 0.0
-    params = model.params(*_first_block(prices, stage_sites[0]))
+    split = site.split
+    params = model.params(prices.kinds[prices.first_kind][0], site.tp_shape.size, split.ep, whole_experts=split.whole_experts)
     elements = params.tied_alias or params.trainable
-    shape = model.network.shape((stage_sites[0].first_device, stage_sites[-1].first_device))
+    shape = model.network.shape((site.first_device, last_first_device))
     return model.network.collective("all_reduce", elements * model.state_bytes_per_param[1], shape).seconds
-
-
-def _first_block(prices: Prices, site: Site) -> tuple[str, int]:
-    return prices.kinds[prices.first_kind][0], site.tp_shape.size

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,26 @@ from numpy.typing import NDArray
 from planner.prices import Floats, Prices, UnitPrices, UnitSizes
 from planner.sites import Site
 from specs.plan import CollectiveOptions
+from specs.schedule import SCHEDULES
 
 
-def in_flight(schedule: str, *, pp: int, num_micro_batches: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[..., stage] -> micro-batches that a stage holds at most between forward and backward."""
+def in_flight(schedule: str, *, pp: int, num_micro_batches: NDArray[np.int64], chunks: int = 1) -> NDArray[np.int64]:
+    """[..., stage] -> micro-batches that a stage holds between forward and backward, at the moment when its rank holds most; where
+    a rank has several stages, right before its first backward."""
     passes = num_micro_batches[..., None] + np.zeros(pp, dtype=np.int64)
+    ranks = np.arange(pp)
     if pp == 1:
         return np.ones_like(passes)
-    return passes if schedule == "gpipe" else np.minimum(passes, pp - np.arange(pp))
+    if schedule == "gpipe":
+        return passes
+    if chunks == 1:
+        return np.minimum(passes, pp - ranks)
+    if SCHEDULES[schedule].placement == "v":  # the second stages stand in the opposite order of ranks
+        down, back = 2 * pp - ranks - 1, np.arange(pp)[::-1] + 1
+        return np.concatenate([np.minimum(passes, down), np.minimum(passes, back)], axis=-1)
+    warmup = np.where(passes == pp, passes * chunks, np.minimum(passes * chunks, 2 * (pp - ranks - 1) + (chunks - 1) * pp + 1))
+    rounds, rest = warmup // (pp * chunks), warmup % (pp * chunks)
+    return np.concatenate([rounds * pp + np.clip(rest - chunk * pp, 0, pp) for chunk in range(chunks)], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -52,27 +65,36 @@ class UnitMemory:
     tied_grad: Floats
 
 
-def unit_memory(
-    prices: Prices, units: UnitPrices, sizes: UnitSizes, *, zero: int, shard_degree: int, ddp: bool, num_micro_batches: int
-) -> UnitMemory:
-    """Bytes per unit of a stage at these prices. ``ddp``: zero 0 on several dp ranks without a pipeline."""
-    model, rules = prices.model, prices.memory_rules
-    _, _, state_bytes = model.state_bytes_per_param
-    share = 1.0 / shard_degree if zero else 1.0
+def settled_bytes(
+    prices: Prices, sizes: UnitSizes, share: Any, *, zero: int, ddp: Any, num_micro_batches: Any
+) -> tuple[Floats, Floats]:
+    """Per kind: (states and weights that stay during the step, what its gradient adds for the rest of it). ``share`` of the states
+    that a rank keeps, ``ddp``: replicated on several dp ranks without a pipeline; these and the micro-batches broadcast."""
+    model = prices.model
     weights, grads = sizes.weight_bytes, sizes.grad_bytes
-    stays = sizes.trainable * state_bytes * share
+    stays = sizes.trainable * model.state_bytes_per_param[2] * share
     stays = stays + (weights if zero < 3 else 0.0)  # zero 1 and 2 keep gathered weights for the step
     if zero == 3 or (zero and model.precision.master_dtype is None):
         stays = stays + weights * share
-    in_buckets = ddp and rules.grads_live_in_buckets
-    kept = grads * share if zero >= 2 else grads
-    if in_buckets:
-        stays = stays + grads
-        kept = grads if num_micro_batches > 1 else 0.0 * grads
-    sharded = zero > 0 and shard_degree > 1
+    kept = grads * (share if zero >= 2 else 1.0 + 0.0 * share)
+    if prices.memory_rules.grads_live_in_buckets:
+        stays = stays + np.where(ddp, grads, 0.0)
+        kept = np.where(np.logical_and(ddp, np.asarray(num_micro_batches) == 1), 0.0, kept)
+    return stays, kept
+
+
+def unit_memory(prices: Prices, units: UnitPrices, site: Site, *, zero: int, num_micro_batches: int) -> UnitMemory:
+    """Bytes per unit of a stage on ``site`` at these prices."""
+    rules, sizes = prices.memory_rules, prices.sizes(site)
+    weights, grads = sizes.weight_bytes, sizes.grad_bytes
+    ddp = zero == 0 and site.dp_shape.size > 1 and site.whole
+    stays, kept = settled_bytes(
+        prices, sizes, sizes.state_share(site, zero), zero=zero, ddp=ddp, num_micro_batches=num_micro_batches
+    )
+    sharded = zero > 0 and site.shard_shape.size > 1
     gathered = weights if zero == 3 and sharded else 0.0 * weights
     ahead = CollectiveOptions().prefetch_units
-    kind, owner = prices.kind_of_unit, model.tied_owner_unit
+    kind, owner = prices.kind_of_unit, prices.model.tied_owner_unit
     index = np.arange(len(kind))
     shared = sizes.tied_weight_bytes if zero == 3 and sharded else 0.0
     beyond = index - (owner or 0)  # units behind the owner of a tied parameter
@@ -112,31 +134,35 @@ class RangePeaks:
 
     def peaks(self, *, held: int, is_last: bool) -> Floats:
         """[a, b] -> peak bytes of a stage of units [a, b) that holds ``held`` micro-batches; infinite where b <= a. (U x U+1)"""
-        passes = self.num_micro_batches
-        stays, grads, saved = (_ranges(item) for item in (self.stays, self.grads, self.saved))
-        base = stays - self.saved[:-1, None]
-        output = np.zeros_like(stays)
-        if self.keeps_outputs and not is_last:
-            output[:, 1:] = self.memory.output[None, :]
-        forward = base + (grads if passes > held else 0.0) + (held - 1) * (saved + output) + self._forward
-        first = base + self.grads[None, :] + (held - 1) * saved + held * output + self._first
-        peak = np.maximum(forward, first)
-        if passes > 1:
-            others = held - 1 if passes > held else held - 2
-            if others >= 0:
-                peak = np.maximum(peak, base + grads + others * saved + (others + 1) * output + self._later)
-        peak = np.maximum(peak, stays + grads)
-        peak[np.arange(len(peak))[:, None] >= np.arange(peak.shape[1])[None, :]] = np.inf
+        size = len(self.memory.stays)
+        starts, ends = np.meshgrid(np.arange(size), np.arange(size + 1), indexing="ij")
+        peak = self.of_ranges(starts, ends, np.full_like(starts, held), np.full(starts.shape, is_last))
+        peak[starts >= ends] = np.inf
         return peak
+
+    def of_split(self, counts: Sequence[int], held: NDArray[np.int64]) -> Floats:
+        """Peak bytes of each stage of a split."""
+        bounds = np.cumsum((0, *counts))
+        is_last = np.arange(len(counts)) == len(counts) - 1
+        return self.of_ranges(bounds[:-1], bounds[1:], held, is_last)
+
+    def of_ranges(self, starts: NDArray[Any], ends: NDArray[Any], held: NDArray[Any], is_last: NDArray[np.bool_]) -> Floats:
+        """Peak bytes of stages of units [start, end), each not empty."""
+        passes = self.num_micro_batches
+        stays, grads, saved = (prefix[ends] - prefix[starts] for prefix in (self.stays, self.grads, self.saved))
+        base = stays - self.saved[starts]
+        output = np.where(is_last, 0.0, self.memory.output[np.maximum(ends - 1, 0)]) if self.keeps_outputs else 0.0
+        steady = passes > held
+        forward = base + np.where(steady, grads, 0.0) + (held - 1) * (saved + output) + self._forward[starts, ends]
+        first = base + self.grads[ends] + (held - 1) * saved + held * output + self._first[starts, ends]
+        others = np.where(steady, held - 1, held - 2)
+        later = base + grads + others * saved + (others + 1) * output + self._later[starts, ends]
+        peak = np.maximum(np.maximum(forward, first), np.where((passes > 1) & (others >= 0), later, 0.0))
+        return np.maximum(peak, stays + grads)
 
 
 def _prefix(values: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _ranges(prefix: Floats) -> Floats:
-    """[a, b] -> sum over [a, b)."""
-    return prefix[None, :] - prefix[:-1, None]
 
 
 def _running_max(values: Floats) -> Floats:

@@ -40,6 +40,9 @@ from numpy.typing import NDArray
 
 from planner.prices import Floats
 
+# Schedules that the program knows; of others the split follows a rule (``planner.rank_split``).
+PROGRAM_SCHEDULES = ("1f1b", "gpipe")
+
 
 @dataclass(frozen=True)
 class StageProblem:
@@ -123,7 +126,7 @@ def _exclusive(values: Floats) -> Floats:
 
 
 def pipeline_bound_s(
-    work_s: Any, bottleneck_s: Any, *, num_stages: int, num_micro_batches: Any, boundary_s: Any, first_s: Any = 0.0,
+    work_s: Any, bottleneck_s: Any, *, num_stages: Any, num_micro_batches: Any, boundary_s: Any, first_s: Any = 0.0,
     boundary_first_s: Any = 0.0, schedule: str,
 ) -> Any:  # fmt: skip
     """A bound on every E[s] for every split: ``work_s`` = W, one micro-batch through all stages; ``bottleneck_s`` <= c, the longest
@@ -134,7 +137,7 @@ def pipeline_bound_s(
     GPipe: rule (7) gives E >= W + (m-1) c.
     """
     m, p = num_micro_batches, num_stages
-    if schedule == "gpipe" or p == 1:
+    if schedule == "gpipe":
         return work_s + (m - 1) * bottleneck_s + (p - 1) * boundary_s
     twice = 2 * work_s + first_s + (p - 1) * (boundary_s + boundary_first_s)
     few = np.maximum(m * bottleneck_s, twice * m / (m + 1))

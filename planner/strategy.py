@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from planner import rules
 from planner.assemble import Assembler
-from planner.even_split import even_split
 from planner.layout import Pool, whole_cluster
 from planner.prices import Prices
 from planner.refine import Refined, Refiner
@@ -36,7 +35,7 @@ def plan_from_strategy(
     """
     given = parse_strategy(strategy) if isinstance(strategy, str) else strategy
     pool = _pool(cluster, given.tp, workload)
-    dp = given.dp if given.dp is not None else pool.size // (given.pp * given.tp)
+    dp = given.dp_of(pool.size)
     violations = check_strategy(given, graph, cluster, workload)
     if violations:
         raise InvalidInput(violations, subject=f"strategy '{given.text()}'")
@@ -49,11 +48,9 @@ def plan_from_strategy(
 
 def _split(strategy: Strategy, pool: Pool, model: CostModel, global_batch: int) -> Strategy:
     prices = Prices(model)
-    used = Pool(pool.places[: strategy.pp * (strategy.dp or 1) * strategy.tp], pool.label)
-    if strategy.schedule not in rules.SEARCHED_SCHEDULES:
-        return replace(strategy, split=even_split(prices, strategy, used))
+    used = Pool(pool.places[: strategy.pp * strategy.dp_of(pool.size) * strategy.cp * strategy.tp], pool.label)
     refiner = Refiner(prices)
-    passes = global_batch // ((strategy.dp or 1) * strategy.micro_batch)
+    passes = global_batch // (strategy.dp_of(used.size) * strategy.micro_batch)
     found = refiner.refine(strategy, used, passes)
     if not isinstance(found, Refined):
         found = refiner.refine(strategy, used, passes, ignore_memory=True)
@@ -85,6 +82,10 @@ def check_strategy(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec, 
     found += rules.micro_batch_allowed(workload, strategy.micro_batch, loc("micro_batch"))
     found += rules.zero_with_pipeline(strategy.zero, pp, loc("zero"))
     found += rules.sequence_divisible_by_tp(workload.max_seq_len, tp, strategy.sequence_parallel, loc("sequence_parallel"))
+    found += rules.sequence_divisible_by_cp(workload.max_seq_len, strategy.cp, tp, strategy.sequence_parallel, loc("cp"))
+    found += rules.cp_splits_attention(graph, strategy.cp, loc("cp"))
+    found += rules.ep_divides_experts(rules.num_experts(graph) if strategy.ep > 1 else 0, strategy.ep, loc("ep"))
+    found += rules.whole_experts_rule(strategy.whole_experts, strategy.ep, tp, strategy.sequence_parallel, loc("whole_experts"))
     found += rules.recompute_classes(strategy.recompute, strategy.op_classes, loc("recompute"))
     if strategy.split is not None and pp > 1:
         found += rules.split_covers_units(
@@ -99,12 +100,14 @@ def _node_sizes(cluster: ClusterSpec, pool: Pool) -> set[int]:
 
 def _check_batch(strategy: Strategy, pool: Pool, workload: TrainingSpec) -> list[Violation]:
     """Rules about devices, dp and micro-batches."""
-    pp, tp = strategy.pp, strategy.tp
+    pp, tp, each = strategy.pp, strategy.tp, strategy.pp * strategy.cp * strategy.tp
     limit = "the workload allows" if workload.limits.max_devices == pool.size else "the cluster has"
-    if strategy.dp is None and pool.size % (pp * tp) and pp * tp <= pool.size:
-        return rules.devices_divisible(pool.size, pp, tp, (SUBJECT, "dp"))
-    dp = strategy.dp if strategy.dp is not None else max(1, pool.size // (pp * tp))
-    found = rules.devices_enough(pp * dp * tp, pool.size, (SUBJECT, "dp" if strategy.dp else "pp"), limit=limit)
+    if strategy.dp is None and pool.size % each and each <= pool.size:
+        return rules.devices_divisible(pool.size, pp, tp, (SUBJECT, "dp"), cp=strategy.cp)
+    dp = max(1, strategy.dp_of(pool.size))
+    found = rules.devices_enough(dp * each, pool.size, (SUBJECT, "dp" if strategy.dp else "pp"), limit=limit)
+    ranks, of = (dp * strategy.cp * tp, "dp x cp x tp") if strategy.whole_experts else (dp * strategy.cp, "dp x cp")
+    found += rules.ep_divides_ranks(strategy.ep, ranks, (SUBJECT, "ep"), of=of)
     found += rules.shard_group_divides_dp(strategy.shard_group, dp, strategy.zero, (SUBJECT, "shard_group"))
     batch = rules.batch_splits(workload.global_batch, dp, strategy.micro_batch, (SUBJECT,))
     if batch:

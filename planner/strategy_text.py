@@ -2,6 +2,7 @@
 
 ``pp=2 dp=4 tp=8 micro_batch=1 zero=1 sequence_parallel=true recompute=full schedule=1f1b split=41,41``
 ``pp=2 dp=4 tp=8 schedule=interleaved chunks=2 split=20,21,21,20``
+``pp=4 dp=8 cp=2 tp=4 ep=16 micro_batch=1 zero=1 sequence_parallel=true``
 
 Keys come in any order, separated by spaces or semicolons. ``recompute`` is ``none``, ``full`` or
 ``selective:attention+norm`` (op classes of ``profiler.opset``); ``schedule`` one of ``specs.schedule.SCHEDULES``; ``split`` names
@@ -16,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from planner.rules import recompute_classes
+from planner.sites import Degrees
 from specs.errors import InvalidInput, Violation, nearest_name
 from specs.plan import RecomputeMode
 from specs.schedule import SCHEDULES
@@ -25,7 +27,7 @@ ALIASES: dict[str, str] = {
     "mbs": "micro_batch", "micro_batch_size": "micro_batch", "zero_stage": "zero", "sp": "sequence_parallel",
     "ac": "recompute", "activation_checkpointing": "recompute", "recomputation": "recompute", "tensor_parallel": "tp",
     "pipeline_parallel": "pp", "data_parallel": "dp", "layer_split": "split", "vpp": "chunks", "virtual_stages": "chunks",
-    "loss_kernel": "loss",
+    "loss_kernel": "loss", "context_parallel": "cp", "expert_parallel": "ep",
 }  # fmt: skip
 SUBJECT = "strategy"
 
@@ -36,12 +38,16 @@ class Strategy:
 
     ``micro_batch`` counts sequences per dp rank and pass. ``shard_group`` None: states shard over all of dp. ``chunks``: stages per
     pipeline rank, None: as many as the schedule has (1 where it leaves that open). ``loss`` None: the workload's loss kernel.
+    ``ep`` takes its ranks from dp x cp, with ``whole_experts`` from dp x cp x tp (:class:`specs.plan.Mesh`).
     ``sequence_parallel`` has no effect at tp 1, ``schedule``, ``chunks`` and ``split`` none at pp 1.
     """
 
     pp: int = 1
     dp: int | None = None
+    cp: int = 1
     tp: int = 1
+    ep: int = 1
+    whole_experts: bool = False
     micro_batch: int = 1
     zero: int = 0
     shard_group: int | None = None
@@ -65,12 +71,25 @@ class Strategy:
         """Stages of the pipeline."""
         return self.pp * self.stages_per_rank
 
+    @property
+    def degrees(self) -> Degrees:
+        """How a stage's devices are split."""
+        return Degrees(self.tp, self.cp, self.ep, self.whole_experts, self.shard_group)
+
+    def dp_of(self, num_devices: int) -> int:
+        """``dp``, or what the other degrees leave of the devices."""
+        return self.dp if self.dp is not None else num_devices // (self.pp * self.cp * self.tp)
+
     def text(self) -> str:
         """The normalised short form; :func:`parse_strategy` reads it back."""
         parts = [f"pp={self.pp}"]
         if self.dp is not None:
             parts.append(f"dp={self.dp}")
-        parts += [f"tp={self.tp}", f"micro_batch={self.micro_batch}", f"zero={self.zero}"]
+        parts += [f"cp={self.cp}"] if self.cp > 1 else []
+        parts.append(f"tp={self.tp}")
+        if self.ep > 1:
+            parts += [f"ep={self.ep}", *(["whole_experts=true"] if self.whole_experts else [])]
+        parts += [f"micro_batch={self.micro_batch}", f"zero={self.zero}"]
         if self.shard_group is not None:
             parts.append(f"shard_group={self.shard_group}")
         if self.tp > 1:
@@ -152,11 +171,6 @@ class _Reader:
         else:
             self.values[name] = number
 
-    def only_one(self, name: str, value: str) -> None:
-        if _integer(value) != 1:
-            message = f"{name}={value}: strategies of this version do not split along {name}"
-            self._wrong("axis_not_searched", name, message, actual=value, allowed=[1], nearest=1)
-
     def zero(self, name: str, value: str) -> None:
         number = _integer(value)
         if number is None or not 0 <= number <= 3:
@@ -220,7 +234,8 @@ def _integer(text: str) -> int | None:
 
 
 _PARSERS: dict[str, Callable[[_Reader, str, str], None]] = {
-    "pp": _Reader.positive, "dp": _Reader.positive, "tp": _Reader.positive, "cp": _Reader.only_one, "ep": _Reader.only_one,
+    "pp": _Reader.positive, "dp": _Reader.positive, "tp": _Reader.positive, "cp": _Reader.positive, "ep": _Reader.positive,
+    "whole_experts": _Reader.boolean,
     "micro_batch": _Reader.positive, "zero": _Reader.zero, "shard_group": _Reader.positive,
     "sequence_parallel": _Reader.boolean, "recompute": _Reader.recompute, "schedule": _Reader.schedule,
     "chunks": _Reader.positive, "split": _Reader.split, "loss": _Reader.loss,

@@ -238,6 +238,14 @@ class _Validator:
         self.found += rules.sequence_divisible_by_tp(
             workload.max_seq_len, mesh.tp, stage.sequence_parallel, (*loc, "sequence_parallel")
         )
+        self.found += rules.sequence_divisible_by_cp(
+            workload.max_seq_len, mesh.cp, mesh.tp, stage.sequence_parallel, (*loc, "mesh", "cp")
+        )
+        self.found += rules.cp_splits_attention(self.graph, mesh.cp, (*loc, "mesh", "cp"))
+        if mesh.ep > 1:
+            ranks, of = (mesh.size, "dp x cp x tp") if mesh.whole_experts else (mesh.dp * mesh.cp, "dp x cp")
+            self.found += rules.ep_divides_experts(rules.num_experts(self.graph), mesh.ep, (*loc, "mesh", "ep"))
+            self.found += rules.ep_divides_ranks(mesh.ep, ranks, (*loc, "mesh", "ep"), of=of)
         for index, run in enumerate(stage.recompute):
             self.found += rules.recompute_classes(run.mode, run.op_classes, (*loc, "recompute", index))
             last = stage.first_unit + stage.num_units

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from profiler.capture_export import Axes, export_module
+from profiler.capture_store import stored_capture
 from profiler.capture_trace import trace_of
 from profiler.fold import fold
 from profiler.hf import DecoderConfig, adapt
@@ -60,7 +61,7 @@ def capture_config(config: Mapping[str, Any], name: str) -> ModelGraph:
 
 
 def captured_layers(settings: DecoderConfig) -> ModelGraph:
-    """The capture of a decoder with two layers of each kind, kept by its settings."""
+    """The capture of a decoder with two layers of each kind, kept by its settings, on disk too."""
     return _captured(few_layers(settings).model_dump_json())
 
 
@@ -77,7 +78,9 @@ def example_tokens(device: torch.device | str = "meta") -> tuple[torch.Tensor, t
 
 @lru_cache(maxsize=64)
 def _captured(settings_json: str) -> ModelGraph:
-    settings = DecoderConfig.model_validate_json(settings_json)
-    with torch.device("meta"):
-        model = build_model(settings)
-    return capture_module(model, example_tokens(), name="decoder")
+    def capture() -> ModelGraph:
+        with torch.device("meta"):
+            model = build_model(DecoderConfig.model_validate_json(settings_json))
+        return capture_module(model, example_tokens(), name="decoder")
+
+    return stored_capture(settings_json, capture)

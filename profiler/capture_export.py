@@ -100,7 +100,8 @@ def _example(value: Any, dims: Mapping[int, str]) -> Any:
 
 
 def _export(model: nn.Module, arguments: Mapping[str, Any], shapes: Mapping[str, Any]) -> ExportedProgram:
-    with warnings.catch_warnings():
+    # the cache of fake tensors costs more than it saves where most sizes are symbols
+    with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         warnings.simplefilter("ignore")
         return torch.export.export(model, (), dict(arguments), dynamic_shapes=dict(shapes), strict=False)
 

@@ -227,12 +227,30 @@ def norm(call: Call) -> OpRule:
     """RMS or layer norm: x is kept, with one or two statistics per row. Backward reads x and the gradient, writes one."""
     x = call.inputs[0]
     rows = product(x.shape[:-1])
+    if call.kernels.composed_norms and base_name(call.target) == "rms_norm" and DTYPE_BYTES[x.dtype] == 2:
+        return _composed_norm(x, needs_grad=call.needs_grad)
     forward = (memory_kernel(OpClass.NORM, total_moved(call)),)
     if not call.needs_grad:
         return OpRule(OpClass.NORM, forward)
     backward = (memory_kernel(OpClass.NORM, x.bytes * 3, backward=True),)
     statistics = 1 if base_name(call.target) == "rms_norm" else 2
     return OpRule(OpClass.NORM, forward, backward, (0,), (), rows * 4 * statistics)
+
+
+# Bytes per element that an RMS norm's single ops read and write; x and the result have 2 bytes, all between has 4. Forward:
+# widen, square, mean, scale by the root, narrow, weight. Backward: those of weight (for x, then for itself, and its sum over rows),
+# narrow, scale (for x, for the root, and its sum), mean with square (two), the sum of both ways to x, widen.
+COMPOSED_FORWARD = (6, 8, 4, 8, 6, 4)
+COMPOSED_BACKWARD = (4, 6, 2, 6, 8, 12, 4, 8, 8, 12, 6)
+COMPOSED_KEPT = 6  # the float32 copy of x for square and scale, the narrowed product for the weight's gradient
+
+
+def _composed_norm(x: Tensor, *, needs_grad: bool) -> OpRule:
+    forward = tuple(memory_kernel(OpClass.ELEMENTWISE, x.numel * moved) for moved in COMPOSED_FORWARD)
+    if not needs_grad:
+        return OpRule(OpClass.NORM, forward)
+    backward = tuple(memory_kernel(OpClass.ELEMENTWISE, x.numel * moved, backward=True) for moved in COMPOSED_BACKWARD)
+    return OpRule(OpClass.NORM, forward, backward, (), (), x.numel * COMPOSED_KEPT + product(x.shape[:-1]) * 4)
 
 
 def softmax(call: Call) -> OpRule:

@@ -93,12 +93,14 @@ class Kernels:
 
     ``softmax_passes``: reads and writes of the scores between the two products of math attention: 4 for one kernel of scale,
     mask and softmax and one of dropout, 8 when each is its own. ``dropout``: its mask and result are kept as well.
+    ``composed_norms``: an RMS norm of 16-bit tensors is written out in single ops that work in float32.
     """
 
     attention: str = "flash"
     loss: str = "full"
     softmax_passes: int = 4
     dropout: bool = False
+    composed_norms: bool = False
 
 
 DEFAULT_KERNELS = Kernels()

@@ -94,6 +94,7 @@ class CostModel:
             kernels = Kernels(
                 self.workload.attention_kernel, self.workload.loss_kernel,
                 softmax_passes=4 if self.software.fused_attention_softmax else 8, dropout=self.software.dropout,
+                composed_norms=self.software.composed_norms and self.software.fusion != "compiler",
             )  # fmt: skip
             self._pricers[device] = OpPricer(
                 self.device(device),

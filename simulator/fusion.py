@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from profiler.op_rules import gemm_kernel
 from profiler.opset import Kernel, OpClass, base_name
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
+from simulator.memory_walk import saved_roots, weight_roots
 from simulator.pricing import OpPrice, OpPricer
 from specs.base import Provenance
 from specs.graph import DTYPE_BYTES
@@ -95,6 +96,7 @@ class Fusion:
 
     def __init__(self, placed: PlacedBlock, prices: Sequence[OpPrice], pricer: OpPricer, sizes: dict[str, float]) -> None:
         self.placed, self.prices, self.pricer, self.sizes = placed, list(prices), pricer, sizes
+        self.weights = weight_roots(placed)
         self.compiled = pricer.software.fusion == "compiler"
         self.recomputed: set[str] = set()
 
@@ -146,17 +148,17 @@ class Fusion:
         made = {tensor.root for index in group.ops for tensor in self.placed.ops[index].outputs}
         separate: set[str] = set()
         for index in group.ops:
-            separate |= saved_roots(self.placed.ops[index], self.prices[index])
+            separate |= saved_roots(self.placed.ops[index], self.prices[index], self.weights)
         results: set[str] = set()
         if self.compiled:
             leaving = {tensor.root for tensor in self.placed.outputs}
             written = {tensor.root for tensor in group.writes} - leaving
             for index, op in enumerate(self.placed.ops):
                 if index not in group.ops:
-                    results |= saved_roots(op, self.prices[index]) & written
+                    results |= saved_roots(op, self.prices[index], self.weights) & written
         if not (separate | results) & made:
             return separate, set()
-        inputs = {tensor.root for tensor in group.reads if tensor.kind not in ("param", "buffer") and tensor.requires_grad}
+        inputs = {tensor.root for tensor in group.reads if tensor.root not in self.weights and tensor.requires_grad}
         if self._total(inputs) < self._total(separate | results):
             return inputs, results
         return separate, set()
@@ -170,13 +172,6 @@ class Fusion:
         inputs = tuple(position for position, tensor in enumerate(op.inputs) if tensor.root in kept)
         outputs = tuple(position for position, tensor in enumerate(op.outputs) if tensor.root in kept)
         return replace(price, saved_inputs=inputs, saved_outputs=outputs)
-
-
-def saved_roots(op: LocalOp, price: OpPrice) -> set[str]:
-    """Roots that an op keeps for backward, parameters left out."""
-    tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
-    tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
-    return {tensor.root for tensor in tensors if tensor.kind not in ("param", "buffer")}
 
 
 def _least_known(prices: Sequence[OpPrice]) -> Provenance:

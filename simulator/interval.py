@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from simulator.cost_model import CostModel
 from simulator.efficiency import defaults
-from simulator.step import RankStep
+from simulator.rank_step import RankStep
 from simulator.unit_cost import UnitCost
 from specs.base import Provenance
 from specs.plan import Plan

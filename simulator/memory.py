@@ -12,10 +12,10 @@ With no master weight the sharded weight itself (w/G) stays beside the gathered 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from simulator.stage_cost import StageCost
-from simulator.unit_cost import UnitCost
 from specs.plan import CollectiveOptions
 from specs.schedule import Action, passes_of
 
@@ -41,7 +41,8 @@ class MemoryRules:
     synchronising micro-batch are apart. ``flat_copies``: flat buffers of a unit's size, while its weights are gathered or its
     gradients reduced, besides source and result. ``keeps_stage_outputs``: a stage's outputs live until its backward.
     ``extra_grad_bytes``: per local parameter, a second copy of its gradient. ``extra_state_bytes``: per parameter whose states the
-    rank keeps. ``buffer_bytes``: communication buffers that are there from the start.
+    rank keeps. ``buffer_bytes``: communication buffers that are there from the start. ``narrow_shards``: as
+    ``Software.keeps_narrow_shards``.
     """
 
     grads_live_in_buckets: bool = True
@@ -50,26 +51,35 @@ class MemoryRules:
     extra_grad_bytes: float = 0.0
     extra_state_bytes: float = 0.0
     buffer_bytes: float = 0.0
+    narrow_shards: bool = True
 
 
-@dataclass(slots=True)
-class _Keeper:
-    """How many times a unit's saved tensors are held: all of them, or those that wait for its weight gradients."""
+class _Doing(NamedTuple):
+    """How far an action has come: forwards have passed the units before ``unit``, the others those after it."""
 
-    unit: UnitCost
-    for_weights: bool
-    count: int = 0
+    kind: str
+    stage: int
+    unit: int
+
+    def change(self, stage: int, index: int, *, for_weights: bool) -> int:
+        """How many more times a unit's saved tensors are held than before the action: all of them, or those that wait for its
+        weight gradients."""
+        if stage != self.stage:
+            return 0
+        if self.kind == "F":
+            return int(index < self.unit and not for_weights)
+        if index <= self.unit or (for_weights and self.kind == "B") or (not for_weights and self.kind == "W"):
+            return 0
+        return 1 if for_weights and self.kind == "I" else -1
 
 
-def _by_class(keepers: Sequence[_Keeper]) -> dict[str, float]:
-    """Bytes held by the class of the op that keeps them."""
-    found: dict[str, float] = {}
-    for keeper in keepers:
-        unit = keeper.unit
-        sizes = {WAITING: unit.weight_saved_bytes} if keeper.for_weights else unit.saved_by_class
-        for name, size in sizes.items():
-            found[name] = found.get(name, 0.0) + keeper.count * size
-    return found
+class _Walked(NamedTuple):
+    """What an action left behind, and the most that was held during it."""
+
+    saved: float
+    outputs: float
+    grads: float
+    highest: float
 
 
 class RankMemory:
@@ -86,16 +96,20 @@ class RankMemory:
         rules: MemoryRules,
         overlaps: bool = False,
     ) -> None:
-        self.passes, self._beside = passes_of(row, overlaps=overlaps), 0.0
+        self.passes = passes_of(row, overlaps=overlaps)
         self.stages, self.row, self.num_stages, self.options, self.rules = stages, row, num_stages, options, rules
         self.peak = MemoryPeak()
-        self.curve: list[tuple[Action | str, float]] = []
+        self.highest: dict[Action, float] = {}
         self.saved = 0.0
         self.outputs = 0.0
         self.grads = 0.0
+        self._beside = self._most = 0.0
         self._has_grad: set[tuple[int, int]] = set()
-        self._keepers: dict[tuple[int, bool], _Keeper] = {}
-        self._keepers_at_peak: list[_Keeper] = []
+        # by stage: micro-batches whose saved tensors are held, and those of which only what waits for weight gradients is
+        self._counts = {(stage, for_weights): 0 for stage in stages for for_weights in (False, True)}
+        self._doing: _Doing | None = None
+        self._at_peak: tuple[dict[tuple[int, bool], int], _Doing | None] = ({}, None)
+        self._walked: dict[tuple[object, ...], _Walked] = {}
         self._static = self._static_terms()
         self._held = sum(self._static.values()) + self.rules.buffer_bytes
         self._kept = sum(cost.local_weight_bytes for cost in stages.values() if cost.stage.zero in (1, 2))
@@ -106,25 +120,47 @@ class RankMemory:
         self._note("between steps", workspace=0.0, gathered=0.0)
         for actions in self.passes:
             for action in actions:
-                if action.kind == "F":
-                    self._forward(action)
-                elif action.kind == "W":
-                    self._weight_gradients(action)
-                else:
-                    self._beside = max(unit.forward_peak_bytes for unit in self.stages[actions[0].stage].units) * (len(actions) - 1)
-                    self._backward(action, whole=action.kind == "B")
-                    self._beside = 0.0
+                paired = len(actions) > 1 and action.kind in "BI"
+                self._act(action, actions[0].stage if paired else None)
         self._note("optimizer step", workspace=0.0, gathered=self._kept)
-        self.peak.saved_by_class = _by_class(self._keepers_at_peak)
+        self.peak.saved_by_class = self._by_class()
         return self.peak
 
-    def _keep(self, unit: UnitCost, count: int, *, for_weights: bool = False) -> None:
-        """A unit's saved tensors come (+1) or go (-1); ``for_weights``: those that wait for its weight gradients."""
-        self.saved += count * (unit.weight_saved_bytes if for_weights else unit.saved_bytes)
-        key = (id(unit), for_weights)
-        if key not in self._keepers:
-            self._keepers[key] = _Keeper(unit, for_weights)
-        self._keepers[key].count += count
+    def _act(self, action: Action, beside: int | None) -> None:
+        """One action, walked unit by unit unless it was before with as much in flight. ``beside``: the stage whose forward may be
+        at its fullest meanwhile."""
+        key = (action.stage, action.kind, beside, len(self._has_grad), *self._counts.values())
+        walked = self._walked.get(key)
+        if walked is None:
+            self._most = 0.0
+            self._beside = 0.0 if beside is None else max(unit.forward_peak_bytes for unit in self.stages[beside].units)
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind == "W":
+                self._weight_gradients(action)
+            else:
+                self._backward(action, whole=action.kind == "B")
+            self._doing, self._beside = None, 0.0
+            walked = self._walked[key] = _Walked(self.saved, self.outputs, self.grads, self._most)
+        self.saved, self.outputs, self.grads, self.highest[action] = walked
+        self._counts[action.stage, False] += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+        self._counts[action.stage, True] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
+
+    def _by_class(self) -> dict[str, float]:
+        """Bytes held at the peak by the class of the op that keeps them."""
+        counts, doing = self._at_peak
+        found: dict[str, float] = {}
+        for (stage, for_weights), count in counts.items():
+            held: dict[int, int] = {}
+            units = {id(unit): unit for unit in self.stages[stage].units}
+            for index, unit in enumerate(self.stages[stage].units):
+                more = doing.change(stage, index, for_weights=for_weights) if doing is not None else 0
+                held[id(unit)] = held.get(id(unit), 0) + count + more
+            for number, unit in units.items():
+                sizes = {WAITING: unit.weight_saved_bytes} if for_weights else unit.saved_by_class
+                for name, size in sizes.items():
+                    found[name] = found.get(name, 0.0) + held[number] * size
+        return found
 
     def _static_terms(self) -> dict[str, float]:
         terms = {"params": 0.0, "optimizer": 0.0, "grads": 0.0}
@@ -132,7 +168,7 @@ class RankMemory:
             share = cost.state_share
             if cost.stage.zero == 0:
                 terms["params"] += cost.local_weight_bytes
-            elif not cost.has_master or cost.stage.zero == 3:
+            elif not cost.has_master or (cost.stage.zero == 3 and self.rules.narrow_shards):
                 terms["params"] += cost.local_weight_bytes * share
             terms["optimizer"] += cost.num_trainable * (cost.state_bytes + self.rules.extra_state_bytes) * share
             terms["grads"] += cost.num_trainable * self.rules.extra_grad_bytes
@@ -165,11 +201,12 @@ class RankMemory:
     def _forward(self, action: Action) -> None:
         cost = self.stages[action.stage]
         for index, unit in enumerate(cost.units):
+            self._doing = _Doing("F", action.stage, index)
             gathered = self._gathered(action.stage, index, 1)
             self._note(action, unit.saved_bytes + unit.forward_peak_bytes, gathered)
             if cost.shard_degree > 1:
                 self._note(action, 0.0, gathered, self._flat_weights(cost, index))
-            self._keep(unit, 1)
+            self.saved += unit.saved_bytes
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs += cost.units[-1].output_bytes
 
@@ -177,13 +214,13 @@ class RankMemory:
         """The backward of a stage, or (not ``whole``) the part that makes no gradients of parameters."""
         cost = self.stages[action.stage]
         for index in reversed(range(len(cost.units))):
-            unit = cost.units[index]
+            unit, self._doing = cost.units[index], _Doing(action.kind, action.stage, index)
             if whole:
                 self._gradients(action, index, unit.backward_peak_bytes, self._gathered(action.stage, index, -1))
             else:
                 self._note(action, unit.input_backward_peak_bytes, self._gathered(action.stage, index, -1))
-                self._keep(unit, 1, for_weights=True)
-            self._keep(unit, -1)
+                self.saved += unit.weight_saved_bytes
+            self.saved -= unit.saved_bytes
         if action.stage + 1 < self.num_stages and self.rules.keeps_stage_outputs:
             self.outputs -= cost.units[-1].output_bytes
 
@@ -191,8 +228,9 @@ class RankMemory:
         """The other part of a split backward. Sharded weights are not gathered for it."""
         cost = self.stages[action.stage]
         for index in reversed(range(len(cost.units))):
+            self._doing = _Doing("W", action.stage, index)
             self._gradients(action, index, 0.0, self._kept)
-            self._keep(cost.units[index], -1, for_weights=True)
+            self.saved -= cost.units[index].weight_saved_bytes
 
     def _gradients(self, action: Action, index: int, workspace: float, gathered: float) -> None:
         """A unit's gradients appear, on top of ``workspace``; where sharded they are then reduced from flat buffers."""
@@ -223,7 +261,7 @@ class RankMemory:
     def _note(self, moment: Action | str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> None:
         workspace += self._beside
         total = self._held + self.grads + self.saved + self.outputs + gathered + workspace + comm_buffers
-        self.curve.append((moment, total))
+        self._most = max(self._most, total)
         if total > self.peak.bytes:
             terms = {
                 **self._static, "gathered": gathered, "workspace": workspace,
@@ -231,4 +269,4 @@ class RankMemory:
             }  # fmt: skip
             terms["grads"] += self.grads
             self.peak = MemoryPeak(total, terms, f"{moment}")
-            self._keepers_at_peak = [replace(keeper) for keeper in self._keepers.values()]
+            self._at_peak = (dict(self._counts), self._doing)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from profiler.opset import FUSED_LOSS_CHUNK, OpClass
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
+from simulator.kept import DISCARDED, kept_sizes, made_again
 from simulator.pricing import OpPrice, OpPricer
 from specs.plan import RecomputeMode
 
@@ -19,7 +21,8 @@ class RecomputeChoice:
     """How a unit recomputes: mode and, if selective, the op classes that are recomputed.
 
     ``EVERY_SECOND_PRODUCT`` among them means by operator: the results of attention and of every second product are kept, everything
-    else is made again (torchtitan's per-op activation checkpointing).
+    else is made again (torchtitan's per-op activation checkpointing). The words of ``simulator.kept.DISCARDED`` mean results that
+    are dropped after use, not only what an op keeps for itself.
     """
 
     mode: RecomputeMode = RecomputeMode.NONE
@@ -31,15 +34,28 @@ class RecomputeChoice:
         return self.mode == RecomputeMode.SELECTIVE and EVERY_SECOND_PRODUCT in self.op_classes
 
 
+def weight_roots(placed: PlacedBlock) -> frozenset[str]:
+    """Storages of parameters and buffers: they are there anyway, whatever view of them an op keeps."""
+    return frozenset(name for name, tensor in placed.params.items() if tensor.kind in ("param", "buffer"))
+
+
+def saved_roots(op: LocalOp, price: OpPrice, weights: Set[str]) -> set[str]:
+    """Storages that an op keeps for backward beside the ``weights``."""
+    tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
+    tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
+    return {tensor.root for tensor in tensors if tensor.root not in weights}
+
+
 class MemoryWalk:
     """Bytes held while the block's ops run forward and backward, by the storage each tensor lives in."""
 
     def __init__(
-        self, placed: PlacedBlock, prices: list[OpPrice], batch: int, seq: int, pricer: OpPricer, recompute: RecomputeChoice
-    ) -> None:
+        self, placed: PlacedBlock, prices: list[OpPrice], batch: int, seq: int, pricer: OpPricer, recompute: RecomputeChoice,
+        matmul_dtype: str | None = None,
+    ) -> None:  # fmt: skip
         self.placed, self.prices, self.batch, self.seq, self.dtype = placed, prices, batch, seq, pricer.compute_dtype
         self.recompute = recompute
-        self.weights = {name for name, tensor in placed.params.items() if tensor.kind in ("param", "buffer")}
+        self.weights = weight_roots(placed)
         self.sizes: dict[str, float] = {}
         for tensor in (*placed.inputs, *(t for op in placed.ops for t in (*op.inputs, *op.outputs))):
             self.sizes.setdefault(tensor.root, 0.0)
@@ -48,10 +64,16 @@ class MemoryWalk:
             for op in placed.ops:
                 if op.op_class == OpClass.LOSS:
                     self.sizes[op.inputs[0].root] *= FUSED_LOSS_CHUNK
-        self.saved_by_op = [self._saved(op, price) for op, price in zip(placed.ops, prices, strict=True)]
+        self.saved_by_op = [saved_roots(op, price, self.weights) for op, price in zip(placed.ops, prices, strict=True)]
+        self.kept_sizes = kept_sizes(
+            placed, self.sizes, self.saved_by_op, pricer.software, matmul_dtype, batch=batch, seq=seq, dtype=self.dtype
+        )
+        self.discarded = self._discarding_ops()
         self.recomputed = self._recomputed_ops()
+        dropped = {tensor.root for index in self.discarded for tensor in placed.ops[index].outputs} - self._input_roots()
         self.kept_by_op = [
-            self._inputs_to_rerun(index) if index in self.recomputed else saved for index, saved in enumerate(self.saved_by_op)
+            self._inputs_to_rerun(index) if index in self.recomputed else saved - dropped
+            for index, saved in enumerate(self.saved_by_op)
         ]
         if recompute.by_operator:
             for index, op in enumerate(placed.ops):
@@ -63,19 +85,22 @@ class MemoryWalk:
         """Local bytes of a tensor."""
         return float(numeric_tensor(tensor, self.batch, self.seq, self.dtype).bytes)
 
-    def _saved(self, op: LocalOp, price: OpPrice) -> set[str]:
-        tensors = [op.inputs[index] for index in price.saved_inputs if index < len(op.inputs)]
-        tensors += [op.outputs[index] for index in price.saved_outputs if index < len(op.outputs)]
-        return {tensor.root for tensor in tensors if tensor.root not in self.weights}
-
     def _inputs_to_rerun(self, index: int) -> set[str]:
         """Attention runs again from its queries, keys and values, unless their ops run again as well; element-wise ops and norms
         start from what their neighbours keep."""
         op = self.placed.ops[index]
-        if op.op_class != OpClass.ATTENTION:
+        if op.op_class != OpClass.ATTENTION and index not in self.discarded:
             return set()
         made = {tensor.root for other in self.recomputed for tensor in self.placed.ops[other].outputs}
         return {tensor.root for tensor in op.inputs} - made - self.weights
+
+    def _input_roots(self) -> set[str]:
+        return {tensor.root for tensor in self.placed.inputs}
+
+    def _discarding_ops(self) -> frozenset[int]:
+        if self.recompute.mode != RecomputeMode.SELECTIVE:
+            return frozenset()
+        return made_again(self.placed, [word for word in DISCARDED if word in self.recompute.op_classes])
 
     def _recomputed_ops(self) -> frozenset[int]:
         """Positions of the ops that selective recompute runs again."""
@@ -83,15 +108,27 @@ class MemoryWalk:
             return frozenset()
         ops = self.placed.ops
         if not self.recompute.by_operator:
-            return frozenset(index for index, op in enumerate(ops) if op.op_class.value in self.recompute.op_classes)
+            classes = self.recompute.op_classes
+            return self.discarded | {index for index, op in enumerate(ops) if op.op_class.value in classes}
         products = [index for index, op in enumerate(ops) if op.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM)]
         kept = {*products[::2], *(index for index, op in enumerate(ops) if op.op_class == OpClass.ATTENTION)}
         return frozenset(range(len(ops))) - kept
 
-    def last_saving_op(self) -> int:
-        """Index of the last op that keeps anything: recompute runs up to it (early stop)."""
-        keeps = [index for index, price in enumerate(self.prices) if self.saved_by_op[index] or price.saved_extra_bytes]
-        return keeps[-1] if keeps else -1
+    def rerun_ops(self, *, stops_early: bool) -> int:
+        """How many ops, from the first on, full recompute runs again.
+
+        ``stops_early``: it ends when the last tensor that backward needs is there. An op that keeps nothing but inputs has packed
+        them before it runs, so it does not run again.
+        """
+        if not stops_early:
+            return len(self.prices)
+        for index in reversed(range(len(self.prices))):
+            price, op = self.prices[index], self.placed.ops[index]
+            if price.saved_extra_bytes or any(position < len(op.outputs) for position in price.saved_outputs):
+                return index + 1
+            if self.saved_by_op[index]:
+                return index
+        return 0
 
     def _extra(self, index: int) -> float:
         return 0.0 if index in self.recomputed else self.prices[index].saved_extra_bytes
@@ -99,7 +136,7 @@ class MemoryWalk:
     def all_saved_bytes(self) -> float:
         """What an uncheckpointed forward keeps."""
         roots = set().union(*self.kept_by_op) if self.kept_by_op else set()
-        return sum(self.sizes[root] for root in roots) + sum(self._extra(index) for index in range(len(self.prices)))
+        return sum(self.kept_sizes[root] for root in roots) + sum(self._extra(index) for index in range(len(self.prices)))
 
     def saved_bytes(self) -> float:
         """What is kept between forward and backward."""
@@ -114,7 +151,7 @@ class MemoryWalk:
         found: dict[str, float] = {}
         seen: set[str] = set()
         for index, op in enumerate(self.placed.ops):
-            own = sum(self.sizes[root] for root in self.kept_by_op[index] - seen) + self._extra(index)
+            own = sum(self.kept_sizes[root] for root in self.kept_by_op[index] - seen) + self._extra(index)
             seen |= self.kept_by_op[index]
             if own:
                 found[op.op_class.value] = found.get(op.op_class.value, 0.0) + own
@@ -139,7 +176,8 @@ class MemoryWalk:
             if keep:
                 kept |= self.kept_by_op[index]
                 extra += self._extra(index)
-            now = sum(self.sizes[root] for root in (live | kept) - self.weights) + extra
+            now = sum(self.sizes[root] for root in live - self.weights) + extra
+            now += sum(self.kept_sizes[root] for root in kept - live - self.weights)
             peak = max(peak, now + self.prices[index].forward_workspace_bytes)
             live = {root for root in live if last_use.get(root, -1) > index or root in outputs}
         return peak
@@ -157,7 +195,7 @@ class MemoryWalk:
     def weight_saved_bytes(self) -> float:
         """What stays after the input-gradient part of a split backward until the weight gradients are made."""
         inputs, results = self._weight_needs()
-        return sum(self.sizes[root] for root in inputs) + sum(self.sizes[root] for root in results)
+        return sum(self.kept_sizes[root] for root in inputs) + sum(self.sizes[root] for root in results)
 
     def backward_peak(self, *, split: bool = False) -> float:
         """Most bytes held in backward beyond what was kept before it: activation gradients, temporaries, recomputed tensors.
@@ -184,14 +222,15 @@ class MemoryWalk:
                 continue
             produced = {tensor.root for tensor in op.inputs if tensor.requires_grad and tensor.root not in self.weights}
             now = held + sum(self.sizes[root] for root in grads | produced) + price.backward_workspace_bytes
+            now += sum(max(0.0, self.sizes[root] - self.kept_sizes[root]) for root in self.saved_by_op[index])
             peak = max(peak, now)
             results = {tensor.root for tensor in op.outputs}
             grads = (grads | produced) - (results - produced - results_kept)
-            held -= sum(self.sizes[root] for root, keeper in first_keeper.items() if keeper == index) + price.saved_extra_bytes
+            held -= sum(self.kept_sizes[root] for root, keeper in first_keeper.items() if keeper == index) + price.saved_extra_bytes
         return max(0.0, max(peak, self.weight_saved_bytes() if split else 0.0) - start)
 
     def _recomputed_bytes(self) -> float:
-        again = set().union(*(saved for index, saved in enumerate(self.saved_by_op) if index in self.recomputed), set())
+        again = set().union(*self.saved_by_op, set())
         kept = set().union(*self.kept_by_op, set())
         extra = sum(self.prices[index].saved_extra_bytes for index in self.recomputed)
-        return sum(self.sizes[root] for root in again - kept) + extra
+        return sum(self.kept_sizes[root] for root in again - kept) + extra

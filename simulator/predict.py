@@ -8,7 +8,8 @@ from simulator.cost_model import CostModel
 from simulator.efficiency import peak_flop_per_s
 from simulator.interval import exposures, interval
 from simulator.rank_memory import GPU_BASELINE_BYTES, fill, memory_flags, rank_memory, recompute_flags
-from simulator.step import RankStep, StepResult, StepSimulation
+from simulator.rank_step import RankStep
+from simulator.step import StepResult, StepSimulation
 from simulator.unit_cost import SourceShare
 from specs.base import Provenance
 from specs.cluster import ClusterSpec
@@ -47,11 +48,7 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
     step = result.step_time_s
     ranks = [_rank_prediction(model, plan, rank) for rank in result.ranks]
     fullest = max(ranks, key=lambda rank: fill(rank.memory))
-    weights = [len(rank.ranks) for rank in ranks]
-    waterfall = {
-        name: sum(weight * rank.terms.get(name, 0.0) for weight, rank in zip(weights, ranks, strict=True)) / sum(weights)
-        for name in TIME_TERMS
-    }
+    waterfall = waterfall_of(result)
     shares = _shares(result.ranks)
     hangs_on = exposures(model, plan, result.ranks)
     low, high = interval(step, hangs_on)
@@ -66,8 +63,8 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
         mfu=flop / (step * _peak(model, ranks)),
         mfu_convention=MFU_CONVENTION,
         model_flop=flop,
-        waterfall={name: seconds for name, seconds in waterfall.items() if seconds > 0},
-        bubble_fraction=waterfall["pipeline"] / step,
+        waterfall=waterfall,
+        bubble_fraction=waterfall.get("pipeline", 0.0) / step,
         memory=fullest.memory,
         ranks=tuple(ranks),
         link_bytes=_link_bytes(result.ranks),
@@ -80,6 +77,16 @@ def prediction_of(model: CostModel, plan: Plan, result: StepResult) -> Predictio
         flags=(*memory_flags([rank.memory for rank in ranks]), *recompute_flags(model, plan)),
         fabric=tuple(fabric_of(model, plan)),
     )
+
+
+def waterfall_of(result: StepResult) -> dict[str, float]:
+    """Mean seconds per rank by time term, those of no time left out; they sum to the step."""
+    weights = [len(next(iter(rank.stages.values())).stage.devices) for rank in result.ranks]
+    found = {
+        name: sum(weight * rank.terms.get(name, 0.0) for weight, rank in zip(weights, result.ranks, strict=True))
+        for name in TIME_TERMS
+    }
+    return {name: seconds / sum(weights) for name, seconds in found.items() if seconds > 0}
 
 
 def _rank_prediction(model: CostModel, plan: Plan, rank: RankStep) -> RankPrediction:

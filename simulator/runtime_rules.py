@@ -51,6 +51,21 @@ SLOW_NETWORK_SLOWDOWN = 1.03
 FAST_NETWORK_BYTES_PER_S = 100e9 / 8
 
 
+# Compute and a collective inside a node, equally long and started together, against one alone (Mist's interference tables, median):
+# A100 over NVLink, V100 over NVLink, A10G over PCIe. Newer devices are taken to be like the A100.
+TOGETHER, TOGETHER_VOLTA, TOGETHER_PCIE = 1.32, 1.15, 1.21
+
+
+def _interference(cluster: ClusterSpec) -> float:
+    """The largest of the cluster's node groups."""
+    found = []
+    for group in cluster.nodes:
+        volta = group.device is not None and "volta" in cluster.device_type(group.device).arch.lower()
+        pcie = isinstance(group.intra, Link) and "pcie" in group.intra.kind.lower()
+        found.append(TOGETHER_PCIE if pcie else TOGETHER_VOLTA if volta else TOGETHER)
+    return max(found, default=TOGETHER)
+
+
 def _slow_network(cluster: ClusterSpec) -> bool:
     shares = [
         group.inter.bandwidth_bytes_per_s / (group.devices_per_node or 1)
@@ -74,11 +89,12 @@ def rules_for(cluster: ClusterSpec, profile: Profile | None) -> RuntimeRules:
             comm_slowdown=measured.second_slowdown if measured else 2.0,
             source="measured" if measured else "assumed",
         )  # fmt: skip
-    # compute beside NCCL collectives inside a node: 18.9 % slower on average over A100, H100, MI250 and MI210 (arXiv 2507.03114)
+    together = _interference(cluster)
     return RuntimeRules(
         gather_inline=False, prefetched_gather_inline=False, reduce_inline=False,
         gather_copies=1.0, reduce_copies=1.0, bucket_copies=1.0,
-        compute_slowdown=measured.first_slowdown if measured else 1.19, comm_slowdown=measured.second_slowdown if measured else 1.1,
+        compute_slowdown=measured.first_slowdown if measured else together,
+        comm_slowdown=measured.second_slowdown if measured else together,
         slow_network=_slow_network(cluster), source="measured" if measured else "published",
     )  # fmt: skip
 
@@ -88,4 +104,5 @@ def memory_rules_for(cluster: ClusterSpec, software: Software = NATIVE) -> Memor
     return MemoryRules(
         grads_live_in_buckets=True, flat_copies=1.0, keeps_stage_outputs=True, extra_grad_bytes=software.extra_grad_bytes,
         extra_state_bytes=software.extra_state_bytes, buffer_bytes=software.buffer_bytes,
+        narrow_shards=software.keeps_narrow_shards,
     )  # fmt: skip

@@ -27,6 +27,7 @@ class Software:
     masks are kept after attention probabilities and before both residual additions. ``fused_attention_softmax``: mask,
     scale and softmax are one kernel where attention is not fused as a whole. ``attention_generation``: ``flash1``, ``flash2`` or
     ``latest``, of the fused kernel. ``joint_projections``: weights that multiply the same tensor are one product.
+    ``composed_norms``: RMS norms are written out in single ops that work in float32, unless a compiler fuses them.
 
     Gradients. ``fused_grad_add``: weight gradients are accumulated by the product that makes them. ``overlap_grad_reduce`` and
     ``overlap_param_gather``: they run beside backward and forward; else after backward and after the optimizer.
@@ -41,7 +42,14 @@ class Software:
     ``p2p_split``: tensor-parallel ranks send one part each and gather it after. ``sends_tokens_once``: a token goes once to a node
     (or a rank of one node) that holds several of its experts, instead of once per expert.
 
-    Memory, see ``simulator.memory.MemoryRules``: ``extra_grad_bytes``, ``extra_state_bytes``, ``buffer_bytes``.
+    Recompute. ``recompute_stops_early``: a checkpointed unit runs again until the last tensor that backward needs is there, not to
+    its end (``torch.utils.checkpoint`` without reentrance).
+
+    Memory. ``regathers_inputs``: what was gathered over tensor-parallel ranks for a product is kept split and gathered again in its
+    backward. ``keeps_narrow_inputs``: inputs of products wait for backward in the narrow dtype of the product.
+    ``keeps_narrow_shards``: under ZeRO 3 a rank keeps its share of the weights in the compute dtype beside the master weights
+    (DeepSpeed), instead of narrowing the master's share for each gather (FSDP). See
+    ``simulator.memory.MemoryRules`` for ``extra_grad_bytes``, ``extra_state_bytes``, ``buffer_bytes``.
 
     Host. ``step_host_s``: work between steps that nothing hides. ``unit_host_s``: host time per unit and pass beside launches.
     """
@@ -54,6 +62,7 @@ class Software:
     fused_attention_softmax: bool = True
     attention_generation: str = "latest"
     joint_projections: bool = False
+    composed_norms: bool = False
     fused_grad_add: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
@@ -67,6 +76,10 @@ class Software:
     p2p_split: bool = False
     cp_ring: bool = True
     sends_tokens_once: bool = False
+    recompute_stops_early: bool = True
+    regathers_inputs: bool = False
+    keeps_narrow_inputs: bool = False
+    keeps_narrow_shards: bool = True
     extra_grad_bytes: float = 0.0
     extra_state_bytes: float = 0.0
     buffer_bytes: float = 0.0

@@ -138,14 +138,16 @@ def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -
     split = split_of(model, stage)
     batch = max(stage.batch_share) if stage.batch_share else pipeline.micro_batch
     priced: dict[str, tuple[float, tuple[UnitCost, ...]]] = {}
+    wanted = [(model.unit_blocks[unit], recompute_choice(stage, unit)) for unit in unit_range(stage)]
     for name in sorted({place.device for place in places}):
-        units = tuple(
-            model.unit(
-                model.unit_blocks[unit], device=name, tp_shape=tp_shape, sequence_parallel=stage.sequence_parallel, batch=batch,
-                recompute=recompute_choice(stage, unit), split=split,
+        known = {
+            (block, recompute): model.unit(
+                block, device=name, tp_shape=tp_shape, sequence_parallel=stage.sequence_parallel, batch=batch, recompute=recompute,
+                split=split,
             )
-            for unit in range(stage.first_unit, stage.first_unit + stage.num_units)
-        )  # fmt: skip
+            for block, recompute in dict.fromkeys(wanted)
+        }  # fmt: skip
+        units = tuple(known[item] for item in wanted)
         slow = max(place.slowdown for place in places if place.device == name)
         priced[name] = (slow * sum(unit.total_forward_s + unit.total_backward_s for unit in units), units)
     slowest = max(priced, key=lambda name: priced[name][0])
@@ -153,10 +155,11 @@ def stage_cost(model: CostModel, plan: Plan, pipeline: Pipeline, stage: Stage) -
     weight, grad, states = model.state_bytes_per_param
     whole = stage.num_units == model.num_units  # then tied parameters are there once
     mesh = stage.mesh
-    params = tuple(
-        model.params(model.unit_blocks[unit], mesh.tp, mesh.ep, whole_experts=mesh.whole_experts, with_owner=whole)
-        for unit in unit_range(stage)
-    )
+    held = {
+        block: model.params(block, mesh.tp, mesh.ep, whole_experts=mesh.whole_experts, with_owner=whole)
+        for block in dict.fromkeys(block for block, _ in wanted)
+    }
+    params = tuple(held[block] for block, _ in wanted)
     return StageCost(
         stage=stage, device=slowest, slowdown=max(place.slowdown for place in places if place.device == slowest),
         units=priced[slowest][1],

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from simulator.cost_model import CostModel
-from simulator.predict import prediction_of, simulate
+from simulator.predict import prediction_of, simulate, waterfall_of
+from simulator.rank_memory import fill, plan_memory
 from specs.plan import PipelineSchedule, Plan
 from specs.prediction import Prediction
 from specs.schedule import SCHEDULES
@@ -43,22 +44,20 @@ def window(num_micro_batches: int, pp: int, schedule: PipelineSchedule) -> Windo
 
 def predict_long(model: CostModel, plan_with: Callable[[int], Plan], num_micro_batches: int) -> Prediction:
     """The prediction of a step of ``num_micro_batches``. ``plan_with(m)``: the plan of one pipeline with ``m`` micro-batches."""
-    whole = plan_with(num_micro_batches)
-    lengths = window(num_micro_batches, whole.pipelines[0].pp, whole.schedule)
-    long_plan = whole if lengths.short is None else plan_with(lengths.long)
+    lengths, long_plan = _long_plan(plan_with, num_micro_batches)
     long = prediction_of(model, long_plan, simulate(model, long_plan))
     if lengths.short is None:
         return long
-    short_plan = plan_with(lengths.short)
-    short = prediction_of(model, short_plan, simulate(model, short_plan))
+    short = simulate(model, plan_with(lengths.short))
+    before = waterfall_of(short)
     steps = (num_micro_batches - lengths.long) / (lengths.long - lengths.short)
     factor = num_micro_batches / lengths.long
 
     def further(a: float, b: float) -> float:
         return b + steps * (b - a)
 
-    names = {*short.waterfall, *long.waterfall}
-    waterfall = {name: max(0.0, further(short.waterfall.get(name, 0.0), long.waterfall.get(name, 0.0))) for name in sorted(names)}
+    names = {*before, *long.waterfall}
+    waterfall = {name: max(0.0, further(before.get(name, 0.0), long.waterfall.get(name, 0.0))) for name in sorted(names)}
     step = further(short.step_time_s, long.step_time_s)
     scale = step / long.step_time_s
     return long.replace(
@@ -72,3 +71,15 @@ def predict_long(model: CostModel, plan_with: Callable[[int], Plan], num_micro_b
         bubble_fraction=waterfall.get("pipeline", 0.0) / step,
         ranks=(),
     )
+
+
+def fits_long(model: CostModel, plan_with: Callable[[int], Plan], num_micro_batches: int) -> bool:
+    """Whether :func:`predict_long` will find that the fullest rank fits, without simulating any time."""
+    return max(fill(memory) for memory in plan_memory(model, _long_plan(plan_with, num_micro_batches)[1])) <= 1.0
+
+
+def _long_plan(plan_with: Callable[[int], Plan], num_micro_batches: int) -> tuple[Window, Plan]:
+    """The lengths to simulate and the plan of the longer one."""
+    whole = plan_with(num_micro_batches)
+    lengths = window(num_micro_batches, whole.pipelines[0].pp, whole.schedule)
+    return lengths, whole if lengths.short is None else plan_with(lengths.long)

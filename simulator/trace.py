@@ -48,9 +48,7 @@ def _memory_counters(model: CostModel, plan: Plan, result: StepResult, index: in
         overlaps=plan.schedule.overlaps,
     )
     memory.run()
-    highest: dict[str, float] = {}
-    for moment, size in memory.curve:
-        highest[f"{moment}"] = max(size, highest.get(f"{moment}", 0.0))
+    highest = {f"{action}": size for action, size in memory.highest.items()}
     ends: dict[str, float] = {}
     for task in result.engine.tasks:
         if task.stream == rank.compute:

@@ -111,16 +111,17 @@ def unit_cost(
     if recompute.mode == RecomputeMode.FULL:
         for name, seconds in exchanged.forward.items():
             exchange_backward[name] = exchange_backward.get(name, 0.0) + seconds
-    walk = MemoryWalk(placed, prices, batch, seq, pricer, recompute)
+    walk = MemoryWalk(placed, prices, batch, seq, pricer, recompute, matmul_dtype)
     forward = busy_s(prices, pricer.launch_s)
     backward = busy_s(prices, pricer.launch_s, backward=True)
-    comm = _Collectives(placed, network, tp_shape, batch, seq, pricer.compute_dtype)
+    regathers = pricer.software.regathers_inputs
+    comm = _Collectives(placed, network, tp_shape, batch, seq, pricer.compute_dtype, regathers=regathers)
     comm.hide(prices, pricer.software.tp_overlap)
-    last = walk.last_saving_op()
+    rerun = walk.rerun_ops(stops_early=pricer.software.recompute_stops_early)
     recompute_s, tp_recompute_s = 0.0, 0.0
     if recompute.mode == RecomputeMode.FULL:
-        recompute_s = busy_s(prices[: last + 1], pricer.launch_s)
-        tp_recompute_s = comm.forward_s(upto=last)
+        recompute_s = busy_s(prices[:rerun], pricer.launch_s)
+        tp_recompute_s = comm.forward_s(before=rerun)
     elif recompute.mode == RecomputeMode.SELECTIVE:
         recompute_s = sum(prices[index].forward_s for index in walk.recomputed)
     return UnitCost(
@@ -230,7 +231,9 @@ def _numel(tensor: LocalTensor) -> float:
 class _Collectives:
     """The block's tensor-parallel collectives, priced."""
 
-    def __init__(self, placed: PlacedBlock, network: Network, shape: GroupShape, batch: int, seq: int, dtype: str) -> None:
+    def __init__(
+        self, placed: PlacedBlock, network: Network, shape: GroupShape, batch: int, seq: int, dtype: str, *, regathers: bool = False
+    ) -> None:
         self.placed = placed
         self.forward: list[tuple[int, float]] = []
         self.backward: list[float] = []
@@ -242,7 +245,9 @@ class _Collectives:
         for index, op in enumerate(placed.ops):
             for before, item in [*((True, c) for c in op.before), *((False, c) for c in op.after)]:
                 size = item.num_elements(batch, seq) * (4.0 if item.count > 1 else element_bytes.get(item.dtype, 4.0))
-                for kind, sink in ((item.forward, "forward"), (item.backward, "backward")):
+                again = regathers and before and item.forward == "all_gather" and op.op_class in PRODUCTS
+                directions = [(item.forward, "forward"), (item.backward, "backward")]
+                for kind, sink in [*directions, *([("all_gather", "backward")] if again else [])]:
                     if kind is None:
                         continue
                     seconds = item.count * network.collective(kind, size, shape).seconds
@@ -286,9 +291,9 @@ class _Collectives:
             if position >= index and op.op_class in PRODUCTS and any(item.name == tensor for item in op.inputs)
         ]
 
-    def forward_s(self, upto: int | None = None) -> float:
-        """Seconds of forward collectives, those needed to run the ops up to ``upto`` only."""
-        return sum(seconds for index, seconds in self.forward if upto is None or index <= upto)
+    def forward_s(self, before: int | None = None) -> float:
+        """Seconds of forward collectives; ``before``: those alone that come before op ``before`` reads its inputs."""
+        return sum(seconds for index, seconds in self.forward if before is None or index <= before)
 
     def backward_s(self) -> float:
         """Seconds of backward collectives."""

@@ -22,6 +22,7 @@ class RankMeasurement(Spec):
     step_times_s: tuple[float, ...] = ()
     peak_memory_bytes: float
     baseline_bytes: float = 0.0
+    start_probe_s: float | None = Field(default=None, description="the profile's fixed probe, run before the first step")
     probe_s: float | None = Field(default=None, description="the profile's fixed probe, run between steps")
 
 
@@ -47,7 +48,8 @@ class Measurement(Document):
     losses: tuple[float, ...] = ()
     waterfall: dict[str, float] = {}
     ranks: tuple[RankMeasurement, ...] = ()
-    drift: float | None = Field(default=None, description="probe beside this run over probe in the profile; 1 = no drift")
+    start_drift: float | None = Field(default=None, description="probe before the first step over probe in the profile")
+    drift: float | None = Field(default=None, description="probe between the steps over probe in the profile; 1 = no drift")
     collectives: dict[str, Any] = Field(default={}, description="calls and bytes per step by kind, where counted")
     environment: Mapping[str, Any] = {}
 
@@ -66,6 +68,9 @@ class Comparison(Document):
     kind: ClassVar[str] = "comparison"
     plan_hash: str = ""
     step_time: Difference
+    step_time_at_start_speed: Difference | None = Field(
+        default=None, description="predicted time multiplied by the drift that the probe saw before the first step"
+    )
     step_time_at_profile_speed: Difference | None = Field(default=None, description="measured time divided by the drift")
     peak_memory: Difference
     terms: dict[str, Difference]

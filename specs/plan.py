@@ -161,11 +161,13 @@ class PipelineSchedule(Spec):
 
 class CollectiveOptions(Spec):
     """How collectives run. ``bucket_bytes``: gradient bucket of DDP (zero 0 without pipeline). ``prefetch_units``: units
-    whose parameters are gathered ahead (zero 3)."""
+    whose parameters are gathered ahead (zero 3). ``context_parallel``: ``ring`` passes keys and values round (each rank holds an
+    early and a late part of the sequence), ``ulysses`` exchanges the sequence for heads around attention (arXiv 2309.14509)."""
 
     bucket_bytes: float = Field(default=25 * 1024 * 1024, gt=0)
     overlap_grad_reduce: bool = True
     prefetch_units: int = Field(default=1, ge=0)
+    context_parallel: Literal["ring", "ulysses"] = "ring"
 
 
 class StragglerPolicy(Spec):

@@ -17,6 +17,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from specs.base import InvalidInputValue
@@ -195,6 +196,7 @@ SCHEDULES: dict[str, ScheduleRule] = {
 }  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def rows_for(name: str, *, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Rows:
     """The action rows of a named schedule, one per pipeline rank.
 
@@ -314,19 +316,28 @@ def _violation(code: str, message: str) -> Violation:
     return Violation(code=code, message=message, loc=("schedule", "rows"))
 
 
+@lru_cache(maxsize=65536)
+def needs(stage: int, kind: str, num_stages: int) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """What must have run, for the same micro-batch, before an action of this kind on this stage: alternatives of (stage, kind), one
+    of each tuple suffices."""
+    needed: list[tuple[tuple[int, str], ...]] = []
+    if kind == "F" and stage > 0:
+        needed.append(((stage - 1, "F"),))
+    if kind in "BI":
+        needed.append(((stage, "F"),))
+        if stage + 1 < num_stages:
+            needed.append(((stage + 1, "B"), (stage + 1, "I")))
+    if kind == "W":
+        needed.append(((stage, "I"),))
+    return tuple(needed)
+
+
 def dependencies(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
     """What must have run before ``action``: a list of alternatives-tuples; one of each tuple suffices."""
-    stage, kind, micro_batch = action
-    needed: list[tuple[Action, ...]] = []
-    if kind == "F" and stage > 0:
-        needed.append((Action(stage - 1, "F", micro_batch),))
-    if kind in "BI":
-        needed.append((Action(stage, "F", micro_batch),))
-        if stage + 1 < num_stages:
-            needed.append((Action(stage + 1, "B", micro_batch), Action(stage + 1, "I", micro_batch)))
-    if kind == "W":
-        needed.append((Action(stage, "I", micro_batch),))
-    return needed
+    return [
+        tuple(Action(stage, kind, action.micro_batch) for stage, kind in options)
+        for options in needs(action.stage, action.kind, num_stages)
+    ]
 
 
 def _deadlock(rows: Sequence[Sequence[Action]], num_stages: int) -> list[Violation]:

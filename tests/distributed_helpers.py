@@ -56,6 +56,76 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                     process.join()
 
 
+class RankPool:
+    """Ranks that stay in one process group for many calls; after a failure the next call gets new ones.
+
+    Groups that a call creates stay too: torch remembers device meshes, and looks their groups up again.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._starts = 0
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """``function(rank, *args)`` on each rank; what each returned. ``function`` is found by its name in its module."""
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            return _collect(self._pipes, time.monotonic() + timeout_s, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._starts += 1
+        store = Path(self._folder.name) / f"store{self._starts}"
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, store, os.getpid(), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, world_size: int, store: Path, parent: int, pipe: Connection) -> None:
+    """Calls until the pipe closes."""
+    die_with_parent(parent)
+    torch.set_num_threads(1)
+    _join_group(rank, world_size, store)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            result = function(rank, *args)
+            dist.barrier()
+            pipe.send_bytes(pickle.dumps((True, time.time(), result)))
+        except BaseException:
+            pipe.send_bytes(pickle.dumps((False, time.time(), traceback.format_exc())))
+
+
+def _join_group(rank: int, world_size: int, store: Path) -> None:
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+
+
 def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[tuple[float, int, str]] = []
@@ -89,8 +159,7 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         if world_size:
-            timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+            _join_group(rank, world_size, store)
         result = function(rank, *args)
         if world_size:
             dist.barrier()

@@ -17,7 +17,7 @@ from profiler.sources import model_from_graph
 from specs.graph import ModelGraph
 from specs.plan import Plan
 from specs.training import TrainingSpec
-from tests.distributed_helpers import COLLECTIVE_TIMEOUT_S, run_ranks
+from tests.distributed_helpers import COLLECTIVE_TIMEOUT_S, RankPool, run_ranks
 from tests.executor_models import graph_of
 
 SEQ_LEN = 16
@@ -77,17 +77,17 @@ def stepped(model: str, precision: str, gradients: dict[str, torch.Tensor]) -> d
 
 def train_step(program: Program, data: DataSource, step: int) -> float:
     """One step; the mean loss over all tokens on every rank."""
-    batch = data.local_batch(step, program.place, program.layout.dp, torch.device("cpu"))
+    batch = data.local_batch(step, program.place, program.layout, torch.device("cpu"))
     loss = program.forward_backward(batch)
     program.finish_gradients()
     share = torch.zeros(1, dtype=torch.float64)
     if loss is not None and program.place.tp == 0:
-        share += float(loss) / program.layout.dp
+        share += float(loss) * program.share
     dist.all_reduce(share)
     return float(share)
 
 
-def run_program(rank: int, plan: Plan, graph: ModelGraph, workload: TrainingSpec) -> dict[str, Any] | None:
+def run_program(rank: int, plan: Plan, graph: ModelGraph, workload: TrainingSpec) -> dict[str, Any]:
     program = materialize(plan, model_from_graph(graph), graph, workload, rank, timeout_s=COLLECTIVE_TIMEOUT_S)
     data = DataSource(workload, vocabulary_size(graph))
     losses, gradients, parameters = [], None, None
@@ -102,15 +102,20 @@ def run_program(rank: int, plan: Plan, graph: ModelGraph, workload: TrainingSpec
             parameters = gather_full(program, "parameter")
         record = program.timers.stop()
     if rank:
-        return None
+        return {"record": record}
     return {"losses": losses, "gradients": gradients, "parameters": parameters, "record": record}
 
 
-def compare_with_reference(model: str, plan: Plan, precision: str = "fp32") -> dict[str, Any]:
-    """Run ``plan`` on its ranks and assert parity; returns rank 0's results."""
+def compare_with_reference(model: str, plan: Plan, precision: str = "fp32", pool: RankPool | None = None) -> dict[str, Any]:
+    """Run ``plan`` on its ranks (those of ``pool``, if given) and assert parity; returns rank 0's results, and as ``records`` what
+    every rank counted in its last step."""
     graph, workload = graph_of(model), workload_for(plan.global_batch, precision)
     expected = reference(model, plan.global_batch, precision)
-    got = run_ranks(run_program, plan.world_size, plan, graph, workload)[0]
+    if pool is not None:
+        results = pool.run(run_program, plan, graph, workload)
+    else:
+        results = run_ranks(run_program, plan.world_size, plan, graph, workload)
+    got = results[0]
     tolerance = TOLERANCES[workload.precision.param_dtype]
     for step, (value, wanted) in enumerate(zip(got["losses"], expected.losses, strict=True)):
         assert abs(value - wanted) <= tolerance.loss * abs(wanted), f"loss of step {step}: {value} instead of {wanted}"
@@ -118,7 +123,7 @@ def compare_with_reference(model: str, plan: Plan, precision: str = "fp32") -> d
     rate = workload.optimizer.learning_rate
     problems += _differences(got["parameters"], stepped(model, precision, got["gradients"]), tolerance.parameter, rate)
     assert not problems, "\n".join(problems[:20])
-    return got
+    return {**got, "records": [item["record"] for item in results]}
 
 
 def _differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float, scale: float | None) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from profiler.placement import place_block
 from specs.cluster import ClusterSpec
 from specs.graph import ModelGraph
-from specs.plan import Mesh, Pipeline, PipelineSchedule, Plan, RecomputeMode, RecomputeRun, Stage
+from specs.plan import CollectiveOptions, Mesh, Pipeline, PipelineSchedule, Plan, RecomputeMode, RecomputeRun, Stage
 
 
 def make_plan(
@@ -14,6 +16,12 @@ def make_plan(
     pp: int = 1,
     dp: int = 1,
     tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    whole_experts: bool = False,
+    context_parallel: Literal["ring", "ulysses"] = "ring",
+    batch_share: tuple[int, ...] | None = None,
+    shard_group: int | None = None,
     micro_batch: int = 1,
     num_micro_batches: int = 1,
     zero: int = 0,
@@ -29,20 +37,22 @@ def make_plan(
     order = PipelineSchedule(name=schedule, stages_per_rank=chunks)
     placements: dict[str, str] = {}
     for block in graph.blocks:
-        placements |= place_block(block, tp).plan_placements()
+        placements |= place_block(block, tp, sequence_parallel, whole_experts=whole_experts).plan_placements()
     stages, first = [], 0
     for rank, count in zip(order.stage_ranks(num_ranks=pp), split, strict=True):
-        size = dp * tp
+        size = dp * cp * tp
         runs = (RecomputeRun(first_unit=first, num_units=count, mode=recompute),) if recompute != RecomputeMode.NONE else ()
         stages.append(
             Stage(
-                devices=tuple(range(rank * size, (rank + 1) * size)), first_unit=first, num_units=count, mesh=Mesh(dp=dp, tp=tp),
-                zero=zero, sequence_parallel=sequence_parallel, placements=placements, recompute=runs,
+                devices=tuple(range(rank * size, (rank + 1) * size)), first_unit=first, num_units=count,
+                mesh=Mesh(dp=dp, cp=cp, tp=tp, ep=ep, whole_experts=whole_experts), zero=zero, shard_group=shard_group,
+                batch_share=batch_share, sequence_parallel=sequence_parallel, placements=placements, recompute=runs,
             )
         )  # fmt: skip
         first += count
     return Plan(
-        global_batch=dp * micro_batch * num_micro_batches, seq_len=seq_len, schedule=order,
+        global_batch=(sum(batch_share) if batch_share else dp * micro_batch) * num_micro_batches, seq_len=seq_len, schedule=order,
+        collectives=CollectiveOptions(context_parallel=context_parallel),
         pipelines=(Pipeline(stages=tuple(stages), micro_batch=micro_batch, num_micro_batches=num_micro_batches),),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
@@ -26,7 +27,8 @@ from profiler.fit.forms import (
 )
 from profiler.fit.records import Fit
 from profiler.op_rules import gemm_kernel, memory_kernel
-from profiler.op_types import Kernel, OpClass
+from profiler.op_types import Call, Kernel, Kernels, OpClass, Tensor
+from profiler.opset import describe
 from simulator.efficiency import kernel_time_s, optimizer_time_s, peak_flop_per_s, rate_dtype, relative_error, source_of
 from simulator.efficiency_forms import attention_time, product_time
 from simulator.efficiency_model import STEP_HEAT_DECADES, fitted, priors, step_load
@@ -422,3 +424,16 @@ def test_products_in_a_step_run_slower_where_power_is_scarce() -> None:
     loads = [step_load(invented(tdp_w=watts)) for watts in (1.0, 200.0, 400.0, 4000.0)]
     assert loads == sorted(loads, reverse=True)
     assert loads[0] == 1.4
+
+
+def test_an_rms_norm_of_single_ops_moves_each_ops_bytes() -> None:
+    # 1024 x 512 bfloat16: forward widen 2+4, square 4+4, mean 4, scale 4+4, narrow 4+2, weight 2+2 bytes per element
+    x, weight = Tensor((1024, 512), "bfloat16"), Tensor((512,), "bfloat16", is_param=True)
+    call = Call("aten.rms_norm.default", (x, weight), (x,), ((512,),), {}, Kernels(composed_norms=True))
+    rule = describe(call)
+    assert sum(kernel.bytes for kernel in rule.forward) == 36 * 1024 * 512
+    assert sum(kernel.bytes for kernel in rule.backward) == 76 * 1024 * 512
+    assert rule.saved_extra_bytes == 6 * 1024 * 512 + 4 * 1024
+    assert not rule.saved_inputs
+    whole = describe(replace(call, inputs=(replace(x, dtype="float32"), weight)))  # nothing to widen
+    assert len(whole.forward) == 1

@@ -59,7 +59,7 @@ def test_a_cycle_is_an_error() -> None:
     engine = Engine()
     stream = engine.stream("s")
     engine.task(stream, 1.0, label="x")
-    engine.tasks[0].waiting_for = 1
+    engine._waiting_for[0] = 1
     with pytest.raises(RuntimeError, match="never start"):
         engine.run()
 
@@ -83,3 +83,33 @@ def test_invariants(tasks: list[tuple[int, float, set[int]]]) -> None:
                 assert engine.tasks[index].start_s >= engine.tasks[other].end_s - 1e-9
     assert build(2.0)[1] == pytest.approx(2 * makespan)
     assert build(1.0)[1] == makespan
+
+
+class _ByEvents(Engine):
+    """Every task on a coupled stream goes through the heap."""
+
+    def _is_alone(self, task: int, partner: int) -> bool:
+        return False
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.floats(0, 5), st.sets(st.integers(1, 8), max_size=3)), min_size=1, max_size=60),
+    st.tuples(st.floats(1, 3), st.floats(1, 3)),
+)
+def test_what_nothing_slows_down_needs_no_events(tasks: list[tuple[int, float, set[int]]], slowdowns: tuple[float, float]) -> None:
+    """Times of tasks that run alone equal those of the event by event run. Streams 0 and 1 are coupled, 2 and 3 as well."""
+
+    def times(engine: Engine, *, all_coupled: bool) -> list[tuple[float, float]]:
+        for name in "abcdef":
+            engine.stream(name)
+        engine.couple(0, 1, *slowdowns)
+        engine.couple(2, 3, *slowdowns)
+        if all_coupled:
+            engine.couple(4, 5, 1.0, 1.0)  # with a stream that has no task
+        for index, (stream, duration, back) in enumerate(tasks):
+            engine.task(stream, duration, after=[index - steps for steps in back if steps <= index])
+        engine.run()
+        return [(task.start_s, task.end_s) for task in engine.tasks]
+
+    for found, wanted in zip(times(Engine(), all_coupled=False), times(_ByEvents(), all_coupled=True), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-12, abs=1e-12)

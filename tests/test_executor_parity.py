@@ -113,11 +113,11 @@ def test_shards_by_groups_smaller_than_dp() -> None:
 
 @pytest.mark.parametrize(("zero", "gathers", "reductions"), [(1, 1, 1), (2, 1, 2), (3, 4, 2)])
 def test_collectives_of_each_zero_stage(zero: int, gathers: int, reductions: int) -> None:
-    """Per unit and step with two micro-batches."""
+    """Per unit and step with two micro-batches; with zero 3 the last unit's backward finds what its forward gathered."""
     units = graph_of("llama").num_units()
     plan = plan_of("llama", dp=2, micro_batch=2, num_micro_batches=2, zero=zero)
     traffic = compare_with_reference("llama", plan)["record"].traffic
-    assert traffic["dp.all_gather"].calls == gathers * units
+    assert traffic["dp.all_gather"].calls == gathers * units - (2 if zero == 3 else 0)
     assert traffic["dp.reduce_scatter"].calls == reductions * units
 
 
@@ -126,7 +126,7 @@ def test_prefetch_distance_of_zero3(prefetch_units: int) -> None:
     plan = plan_of("llama", dp=2, micro_batch=4, zero=3)
     plan = plan.replace(collectives=plan.collectives.replace(prefetch_units=prefetch_units))
     traffic = compare_with_reference("llama", plan)["record"].traffic
-    assert traffic["dp.all_gather"].calls == 2 * graph_of("llama").num_units()
+    assert traffic["dp.all_gather"].calls == 2 * graph_of("llama").num_units() - 1
 
 
 def test_small_buckets_and_no_overlap() -> None:

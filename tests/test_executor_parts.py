@@ -139,17 +139,42 @@ def test_layout_numbers_the_devices_that_take_part() -> None:
     assert layout.rank_of_device == {1: 0, 3: 1, 7: 2, 9: 3}
     assert layout.grid == [[[2], [1]], [[0], [3]]]
     assert layout.place(2) == Place(rank=2, device=7, pp=0, dp=0, tp=0)
+    assert layout.place(3) == Place(rank=3, device=9, pp=1, dp=1, tp=0, data=1)
     assert [index for index, _ in layout.stages_of(1)] == [1]
 
 
-def test_dp_ranks_share_the_global_batch_of_a_step() -> None:
-    plan = plan_of(dp=2, micro_batch=4)
-    data = DataSource(workload_of(plan), vocabulary_size(graph_of("llama")))
+@pytest.mark.parametrize("context_parallel", ["ring", "ulysses"])
+@pytest.mark.parametrize("choices", [{"micro_batch": 4}, {"batch_share": (3, 1), "num_micro_batches": 2}])
+def test_ranks_share_the_global_batch_of_a_step(choices: dict[str, Any], context_parallel: Any) -> None:
+    plan = plan_of(dp=2, cp=2, context_parallel=context_parallel, **choices)
+    data, layout = DataSource(workload_of(plan), vocabulary_size(graph_of("llama"))), Layout(plan)
     tokens, labels = data.global_batch(5)
-    parts = [data.local_batch(5, Place(rank, rank, 0, rank, 0), 2, torch.device("cpu")) for rank in range(2)]
-    assert torch.equal(torch.cat([part.tokens for part in parts]), tokens)
+    places = [layout.place(rank) for rank in range(4)]
+    parts = [data.local_batch(5, place, layout, torch.device("cpu")) for place in places]
+    positions = torch.cat([layout.positions(place) for place in places[:2]]).argsort()
+    rows = [torch.cat([part.tokens for part in pair], dim=1)[:, positions] for pair in (parts[:2], parts[2:])]
+    assert torch.equal(torch.cat(rows), tokens)
+    assert sum(layout.share(place) for place in places) == pytest.approx(1)
+    assert [part.tokens.shape[0] for part in parts] == [plan.pipelines[0].num_micro_batches * layout.micro_batch(p) for p in places]
     assert torch.equal(labels[:, :-1], tokens[:, 1:])
     assert not torch.equal(data.global_batch(6)[0], tokens)
+
+
+def test_a_ring_gives_everyone_an_early_and_a_late_part() -> None:
+    layout = Layout(plan_of(cp=4, micro_batch=1))
+    assert layout.positions(layout.place(0)).tolist() == [0, 1, 14, 15]
+    assert layout.positions(layout.place(3)).tolist() == [6, 7, 8, 9]
+
+
+def test_experts_spread_over_neighbours_of_their_axis() -> None:
+    layout = Layout(plan_of(dp=4, ep=2, micro_batch=1))
+    assert [layout.ep_ranks(layout.place(rank)) for rank in (1, 2)] == [[0, 1], [2, 3]]
+    assert layout.expert_grid(layout.place(3)) == [[1, 3]]
+    whole = Layout(plan_of(dp=2, tp=2, ep=4, whole_experts=True, sequence_parallel=True, micro_batch=1))
+    assert whole.ep_ranks(whole.place(2)) == [0, 1, 2, 3]
+    assert whole.expert_grid(whole.place(2)) == [[2]]
+    grouped = Layout(plan_of(dp=4, zero=1, shard_group=2, micro_batch=1))
+    assert grouped.shard_grid(grouped.place(2)) == [[0, 1], [2, 3]]
 
 
 def test_tokens_from_a_file_wrap_at_its_end(tmp_path: Any) -> None:
@@ -205,7 +230,7 @@ def test_zero_3_under_a_pipeline_is_refused() -> None:
 
 def test_all_reasons_come_at_once() -> None:
     plan = plan_of(dp=2, micro_batch=2)
-    plan = with_stages(plan, batch_share=(3, 1), shard_group=3, recompute=(
+    plan = with_stages(plan, state_share=(0.75, 0.25), shard_group=3, recompute=(
         RecomputeRun(first_unit=0, num_units=6, mode=RecomputeMode.SELECTIVE, op_classes=("magic",)),
     ))  # fmt: skip
     workload = workload_of(plan, seq_len=32, loss_kernel="fused", precision="fp16_mixed")
@@ -304,12 +329,15 @@ def test_comparison_joins_terms_and_handles_zeros() -> None:
     measurement = Measurement(
         step_time_s=2.0,
         peak_memory_bytes=100.0,
+        start_drift=1.2,
         drift=1.25,
         waterfall={"forward": 1.5, "wait": 0.5},
         environment={"flags": ["another"]},
     )
     comparison = compare(predicted(forward=1.5, dp_comm=0.6), measurement)
     assert comparison.step_time.relative_error == pytest.approx(0.05)
+    assert comparison.step_time_at_start_speed is not None
+    assert comparison.step_time_at_start_speed.predicted == pytest.approx(1.2 * comparison.step_time.predicted)
     assert comparison.step_time_at_profile_speed is not None
     assert comparison.step_time_at_profile_speed.measured == pytest.approx(1.6)
     assert comparison.peak_memory.relative_error == pytest.approx(0.2)

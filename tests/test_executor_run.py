@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,10 @@ def test_memory_probe_and_traffic_are_reported(ddp_run: tuple[Measurement, list[
     grads = sum(4 * param.num_elements for block in graph_of("llama").blocks for param in block.params if not param.buffer)
     assert measurement.peak_memory_bytes > grads
     assert measurement.collectives["dp.all_reduce"]["bytes"] == graph_of("llama").num_params() * 4
+    assert measurement.start_drift is not None
+    starts = [rank.start_probe_s for rank in measurement.ranks if rank.start_probe_s is not None]
+    assert len(starts) == 2
+    assert measurement.start_drift == pytest.approx(statistics.median(starts) / 0.045)
     assert measurement.drift is not None
     assert measurement.drift == pytest.approx(measurement.ranks[0].probe_s / 0.045, rel=0.5)  # type: ignore[operator]
 

@@ -9,12 +9,13 @@ import pytest
 
 from planner.assemble import Assembler
 from planner.bounds import Bounds, compute_bounds
-from planner.layout import pools
+from planner.layout import pools, whole_cluster
 from planner.prices import Prices
+from planner.rank_split import longest_rank as whole_unit_bottleneck
 from planner.refine import DoesNotFit, Refiner
+from planner.sites import Degrees, Place, first_site
 from planner.space import Space, enumerate_space
 from planner.stage_memory import RangePeaks, stage_peaks, unit_memory
-from planner.time_bounds import whole_unit_bottleneck
 from simulator.cost_model import CostModel
 from simulator.factors import UNCALIBRATED, Factors
 from simulator.memory import RankMemory
@@ -148,8 +149,8 @@ def test_memory_of_ranges_is_the_simulated_walk(schedule, zero, pp, dp, passes, 
         units = [stage_cost(model, plan, pipeline, stage) for stage in pipeline.stages]
         peaks = RangePeaks(
             unit_memory(
-                prices, _prices_of(prices, cluster, mode), prices.sizes(1, whole=pp == 1), zero=zero,
-                shard_degree=dp if zero else 1, ddp=zero == 0 and dp > 1 and pp == 1, num_micro_batches=passes,
+                prices, _prices_of(prices, cluster, mode), first_site(model, whole_cluster(cluster), Degrees(), pp=pp), zero=zero,
+                num_micro_batches=passes,
             ),
             num_micro_batches=passes, keeps_outputs=True,
         )  # fmt: skip
@@ -164,12 +165,14 @@ def test_memory_of_ranges_is_the_simulated_walk(schedule, zero, pp, dp, passes, 
 
 def _prices_of(prices: Prices, cluster: ClusterSpec, mode: RecomputeMode):
     """Prices with every unit recomputed alike, as the plans of this test have it."""
-    shape = prices.model.network.shape((0,))
-    wanted = prices.units("toy", 1.0, shape, False, 2, RecomputeChoice(mode))
+    place = Place(("toy", 1.0), prices.model.network.shape((0,)))
+    wanted = prices.units("toy", 1.0, place, False, 2, RecomputeChoice(mode))
     if mode == RecomputeMode.NONE:
         return wanted
     costs = [
-        prices.model.unit(block, device="toy", tp_shape=shape, sequence_parallel=False, batch=2, recompute=RecomputeChoice(mode))
+        prices.model.unit(
+            block, device="toy", tp_shape=place.tp_shape, sequence_parallel=False, batch=2, recompute=RecomputeChoice(mode)
+        )
         for block, _ in prices.kinds
     ]
     changed = {

@@ -177,15 +177,19 @@ def test_drift_is_shown_and_taken_out() -> None:
     one = run("one", 1.0, 2.0, chosen=True)
     slow = one.replace(
         measurement=one.measurement.replace(drift=1.6),
-        comparison=one.comparison.replace(step_time_at_profile_speed=difference(1.0, 1.25)),
+        comparison=one.comparison.replace(
+            step_time_at_start_speed=difference(1.5, 2.0), step_time_at_profile_speed=difference(1.0, 1.25)
+        ),
     )
     scores = scores_of([slow])
     assert scores is not None
     assert scores.step_median_error == pytest.approx(0.5)
+    assert scores.step_median_error_at_start_speed == pytest.approx(0.25)
     assert scores.step_median_error_without_drift == pytest.approx(0.2)
     html = render_report(result(slow))
     assert "× 1.60" in html
     assert "-20.0%" in html
+    assert "-25.0%" in html
     assert scores_of([one]).step_median_error_without_drift is None  # type: ignore[union-attr]
 
 

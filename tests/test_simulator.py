@@ -8,18 +8,21 @@ import pytest
 
 from simulator.cost_model import CostModel
 from simulator.exchange import distinct_share
+from simulator.kept import ACTIVATION_RESULTS, DISCARDED, NORM_RESULTS
 from simulator.network import GroupShape, Network
 from simulator.predict import fits, predict, simulate
+from simulator.software import NATIVE, Software
 from simulator.trace import chrome_trace
 from simulator.unit_cost import RecomputeChoice, UnitCost
 from specs.graph import ModelGraph, Segment
 from specs.plan import RecomputeMode
-from specs.training import TrainingSpec
+from specs.training import PRECISIONS, Precision, TrainingSpec
 from tests.blocks import gpt_layer, llama_graph
 from tests.plans import gpu_cluster, make_plan
 
 HIDDEN, HEADS, BATCH, SEQ = 1024, 16, 2, 512
 SBH = SEQ * BATCH * HIDDEN
+BF16 = PRECISIONS["bf16_mixed"]
 FULL = RecomputeChoice(RecomputeMode.FULL)
 
 
@@ -31,8 +34,12 @@ def gpt_graph(layers: int = 2) -> ModelGraph:
     return ModelGraph(name="gpt", inputs=layer.inputs, blocks=(layer,), segments=(segment,), loss="y")
 
 
-def layer_cost(tp: int = 1, sequence_parallel: bool = False, recompute: RecomputeChoice = RecomputeChoice()) -> UnitCost:  # noqa: B008
-    model = CostModel(gpt_graph(), gpu_cluster(8), TrainingSpec(global_batch=8, seq_len=SEQ))
+def layer_cost(
+    tp: int = 1, sequence_parallel: bool = False, recompute: RecomputeChoice = RecomputeChoice(),  # noqa: B008
+    software: Software = NATIVE, precision: Precision = BF16,
+) -> UnitCost:  # fmt: skip
+    workload = TrainingSpec(global_batch=8, seq_len=SEQ, precision=precision)
+    model = CostModel(gpt_graph(), gpu_cluster(8), workload, software=software)
     shape = model.network.shape(range(tp))
     return model.unit("layer", device="toy", tp_shape=shape, sequence_parallel=sequence_parallel, batch=BATCH, recompute=recompute)
 
@@ -58,15 +65,48 @@ def test_activation_bytes_sequence_parallel_keeps_the_gathered_inputs(tp: int) -
     assert layer_cost(tp, True).saved_bytes == pytest.approx(SBH * (4 + 28 / tp) + STATISTICS / tp + NORMS / tp)
 
 
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_activation_bytes_sequence_parallel_split_where_they_are_gathered_again(tp: int) -> None:
+    # arXiv 2205.05198 eq. 4: everything is split; the price is two more gathers of sbh each in backward
+    plain = layer_cost(tp, True)
+    again = layer_cost(tp, True, software=Software(regathers_inputs=True))
+    assert again.saved_bytes == pytest.approx(SBH * 32 / tp + STATISTICS / tp + NORMS / tp)
+    assert again.tp_backward_calls == plain.tp_backward_calls + 2
+    assert again.tp_bytes == pytest.approx(plain.tp_bytes + 2 * 2 * SBH)
+    assert again.tp_backward_s > plain.tp_backward_s
+
+
+def test_narrow_products_keep_their_inputs_narrow() -> None:
+    # inputs of the four products: two norms' results and the activation's (2 + 2 + 8 sbh) halve; attention's result is kept twice
+    precision = BF16.replace(matmul_dtype="float8")
+    cost = layer_cost(software=Software(keeps_narrow_inputs=True), precision=precision)
+    assert cost.saved_bytes == (32 - 6 + 1) * SBH + STATISTICS + NORMS
+    assert layer_cost(precision=precision).saved_bytes == 32 * SBH + STATISTICS + NORMS
+
+
+def test_results_made_again_are_not_kept() -> None:
+    norms = layer_cost(recompute=RecomputeChoice(RecomputeMode.SELECTIVE, (NORM_RESULTS,)))
+    assert norms.saved_bytes == (32 - 4) * SBH + STATISTICS  # their statistics are made again too
+    activation = layer_cost(recompute=RecomputeChoice(RecomputeMode.SELECTIVE, (ACTIVATION_RESULTS,)))
+    assert activation.saved_bytes == (32 - 8) * SBH + STATISTICS + NORMS
+    both = layer_cost(recompute=RecomputeChoice(RecomputeMode.SELECTIVE, DISCARDED))  # no product here widens what attention reads
+    assert both.saved_bytes == (32 - 12) * SBH + STATISTICS
+    assert both.recompute_s == pytest.approx(norms.recompute_s + activation.recompute_s)
+    assert 0 < both.recompute_s < layer_cost().forward_s / 2
+
+
 def test_activation_bytes_full_recompute() -> None:
     assert layer_cost(recompute=FULL).saved_bytes == 2 * SBH
     assert layer_cost(recompute=FULL).backward_peak_bytes > 32 * SBH - 2 * SBH
 
 
-def test_recompute_costs_at_most_one_forward() -> None:
+def test_full_recompute_is_one_forward_or_ends_before_the_last_product() -> None:
     plain, full = layer_cost(), layer_cost(recompute=FULL)
+    whole = layer_cost(recompute=FULL, software=Software(recompute_stops_early=False))
     assert full.backward_s == plain.backward_s
-    assert 0.9 * plain.forward_s < full.recompute_s <= plain.forward_s
+    assert whole.recompute_s == plain.forward_s
+    # the last product has 4 of the 12 h^2 weights; the addition after it is left out as well
+    assert plain.forward_s / 2 < full.recompute_s < 0.8 * plain.forward_s
 
 
 def test_selective_recompute_of_attention_keeps_less_than_none_and_more_than_full() -> None:

@@ -67,10 +67,10 @@ def test_text_reads_back(pp, dp, tp, micro_batch, zero, parallel, schedule, chun
 
 def test_every_mistake_is_reported_at_once() -> None:
     with pytest.raises(InvalidInput) as caught:
-        parse_strategy("pp=0 tp=two micro_bach=1 zero=4 sp=maybe recompute=ful schedule=1f1 split=a,b tp=2 dp cp=2")
+        parse_strategy("pp=0 tp=two micro_bach=1 zero=4 sp=maybe recompute=ful schedule=1f1 split=a,b tp=2 dp cp=0")
     assert codes(caught.value) == {
         "not_a_positive_number", "unknown_key", "zero_stage", "not_a_boolean", "unknown_recompute", "unknown_schedule",
-        "not_a_split", "key_given_twice", "not_key_value", "axis_not_searched",
+        "not_a_split", "key_given_twice", "not_key_value",
     }  # fmt: skip
     nearest = {violation.code: violation.nearest for violation in caught.value.violations}
     assert nearest["unknown_key"] == "micro_batch"
@@ -278,11 +278,22 @@ def test_a_long_head_leaves_its_rank_fewer_layers() -> None:
     assert level_ranks(seconds, (0, 1, 2, 3), longest_stage) == longest_stage
 
 
-@pytest.mark.parametrize(("text", "code"), [("schedule=zb_h1", "schedule_not_searched"), ("chunks=2", "stages_per_rank")])
-def test_the_search_refuses_schedules_that_it_has_no_bounds_for(text: str, code: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        search(llama_graph(layers=6), gpu_cluster(8), WORKLOAD, options=SearchOptions(strategy=f"pp=2 {text}"))
-    assert codes(caught.value) == {code}
+@pytest.mark.parametrize(
+    ("text", "schedules"), [("schedule=zb_h1", {"zb_h1"}), ("chunks=2", {"interleaved x2", "zb_v x2", "dualpipe_v x2"})]
+)
+def test_a_given_schedule_or_chunk_count_is_searched_alone(text: str, schedules: set[str]) -> None:
+    answer = search(llama_graph(layers=6), gpu_cluster(8), WORKLOAD, options=SearchOptions(strategy=f"pp=2 {text}", top=0))
+    assert set(answer.search.space["schedule"]) <= schedules
+    assert answer.plan is not None
+
+
+def test_context_and_expert_parallel_are_read_judged_and_planned() -> None:
+    strategy = parse_strategy("pp=2 dp=2 cp=2 tp=1 ep=4 micro_batch=1")
+    assert parse_strategy(strategy.text()) == strategy
+    found = {item.code for item in check_strategy(strategy, llama_graph(layers=6), gpu_cluster(8), WORKLOAD)}
+    assert found == {"experts_divisible_by_ep"}
+    plan = plan_from_strategy("pp=2 cp=2 tp=1 micro_batch=1", llama_graph(layers=6), gpu_cluster(8), WORKLOAD)
+    assert (plan.pipelines[0].stages[0].mesh.cp, plan.pipelines[0].stages[0].mesh.dp) == (2, 2)
 
 
 def test_vocabulary_need_not_divide() -> None:

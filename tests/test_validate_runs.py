@@ -20,7 +20,7 @@ from planner.validate_runs.plans import plan_of, recompute_runs, sizes_of, split
 from planner.validate_runs.predict_row import RunPredictor, recompute_modes
 from planner.validate_runs.runs import PublishedRun, SkippedRun, read_runs, rows_of
 from planner.validate_runs.scores import summary
-from planner.validate_runs.validate import validate_rows
+from planner.validate_runs.validate import predictions_csv, validate_rows
 from profiler.catalogue import device
 from profiler.decoder_graph import decoder_graph
 from specs.errors import InvalidInput
@@ -336,3 +336,14 @@ def test_validate_prints_one_document_and_writes_every_row(tmp_path: Path) -> No
     terms = sum(float(value) for name, value in lines[0].items() if name.startswith("time_") and value)
     assert terms == pytest.approx(float(lines[0]["predicted_step_s"]), rel=1e-4)
     assert lines[2]["status"].startswith("skipped: layers_not_expressible")
+
+
+def test_processes_share_the_rows_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{**GPT, "id": f"R-{number}", "global_batch": str(16 * (number + 1))} for number in range(5)]
+    rows = rows_of([*records, {**GPT, "id": "R-odd", "num_gpus": ""}])
+    alone = validate_rows(rows, decoder_graph)
+    monkeypatch.setattr("planner.validate_runs.validate.ROWS_WORTH_A_PROCESS", 1)
+    monkeypatch.setattr("planner.validate_runs.validate.CHUNK_ROWS", 2)
+    shared = validate_rows(rows, decoder_graph, processes=2)
+    assert predictions_csv(shared) == predictions_csv(alone)
+    assert len(shared.skipped) == 1

@@ -15,6 +15,11 @@ from api.demo_result import DemoResult
 from specs.progress import Progress
 from specs.units import format_bytes, format_seconds
 
+DRIFT_LEGEND = (
+    "This machine changes its speed while it is used. 're-probed': the prediction times a fixed probe just before the run over the "
+    "same probe in the profile; 'without drift': the measured time divided by that probe's drift between the steps."
+)
+
 
 class DemoView:
     """Phases, notes and bars on stderr."""
@@ -47,11 +52,12 @@ class DemoView:
     def show(self, console: Console, result: DemoResult, folder: Path) -> None:
         """The table, the waterfall of the chosen plan, the scores."""
         rows = table(
-            "plan", ">predicted", ">measured", ">p10-p90", ">error", ">peak predicted", ">measured", ">error", "losses",
-            title="Predicted against measured",
+            "plan", ">predicted", ">measured", ">p10-p90", ">error", ">re-probed", ">peak predicted", ">measured", ">error",
+            "losses", title="Predicted against measured",
         )  # fmt: skip
         for run in result.runs:
             step, memory = run.comparison.step_time, run.comparison.peak_memory
+            restated = run.comparison.step_time_at_start_speed
             low, high = run.measurement.step_time_p10_s or 0.0, run.measurement.step_time_p90_s or 0.0
             rows.add_row(
                 f"{run.label}\n{run.strategy}",
@@ -59,6 +65,7 @@ class DemoView:
                 format_seconds(step.measured),
                 f"{format_seconds(low)} - {format_seconds(high)}",
                 _percent(step.relative_error),
+                _percent(None if restated is None else restated.relative_error),
                 format_bytes(memory.predicted),
                 format_bytes(memory.measured),
                 _percent(memory.relative_error),
@@ -74,10 +81,11 @@ class DemoView:
             show_waterfall(console, {"predicted": chosen.prediction.waterfall, "measured": chosen.measurement.waterfall})
         if result.scores is not None:
             scores = result.scores
-            corrected = scores.step_median_error_without_drift
+            restated_error, undrifted_error = scores.step_median_error_at_start_speed, scores.step_median_error_without_drift
             parts = [
                 f"step error median {scores.step_median_error:.1%}, worst {scores.step_worst_error:.1%}",
-                *([] if corrected is None else [f"median {corrected:.1%} without the machine's drift since the profile"]),
+                *([] if restated_error is None else [f"median {restated_error:.1%} re-probed"]),
+                *([] if undrifted_error is None else [f"median {undrifted_error:.1%} without drift"]),
                 f"peak memory error median {scores.memory_median_error:.1%}",
             ]
             if scores.kendall_tau is not None:
@@ -85,6 +93,8 @@ class DemoView:
             if scores.regret is not None:
                 parts.append(f"regret {scores.regret:.1%}")
             console.print(Text("; ".join(parts), style="bold"))
+            if restated_error is not None:
+                console.print(DRIFT_LEGEND, style="dim")
         console.print(f"wrote {folder / 'report.html'} and {folder / 'result.json'}", markup=False)
 
 

@@ -183,6 +183,8 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     for term, difference in comparison.terms.items():
         rows.add_row(term, *_difference(difference, format_seconds))
     rows.add_row("step", *_difference(comparison.step_time, format_seconds), style="bold")
+    if comparison.step_time_at_start_speed is not None:
+        rows.add_row("step, machine re-probed before the run", *_difference(comparison.step_time_at_start_speed, format_seconds))
     if comparison.step_time_at_profile_speed is not None:
         rows.add_row("step at the profile's speed", *_difference(comparison.step_time_at_profile_speed, format_seconds))
     rows.add_row("peak memory", *_difference(comparison.peak_memory, format_bytes), style="bold")

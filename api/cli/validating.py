@@ -31,11 +31,12 @@ def validate(
     from planner.validate_runs.sets import chosen_rows
     from planner.validate_runs.validate import predictions_csv, validate_rows
     from profiler.decoder_graph import decoder_graph
+    from profiler.worker_env import allowed_cores
 
     names = [name.strip() for name in sources.split(",") if name.strip()]
     rows = chosen_rows(read_runs(runs), sources=names, which=which)
     with progress_display() as sink:
-        validation = validate_rows(rows, decoder_graph, sink)
+        validation = validate_rows(rows, decoder_graph, sink, processes=len(allowed_cores()))
     if out is not None:
         save_text(out, predictions_csv(validation))
     document = validation.document()

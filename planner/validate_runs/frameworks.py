@@ -15,6 +15,8 @@ from specs.training import PRECISIONS, Precision
 # Table words for narrow matrix products; what is not a product of a linear layer stays in bfloat16.
 NARROW = {"fp8": "float8", "mxfp8": "float8", "float8": "float8", "nvfp4": "float4"}
 MIB = 1024.0 * 1024.0
+# PyTorch 2.9 (October 2025) made rms_norm one kernel (aten._fused_rms_norm).
+COMPOSED_NORMS_UNTIL = 2025
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,7 @@ class Framework:
     """A framework's defaults beside its :class:`Software`. ``precisions``: table word -> changes to the mixed precision;
     ``software_by_precision``: table word -> changes to the software.
 
-    ``loss_kernel``: as in a workload. ``selective``: what it means by selective recompute, ``operators`` or a share of the
+    ``loss_kernel``: as in a workload. ``selective``: its selective recompute is of ``operators``, ``modules`` or a share of the
     ``layers``. ``state_dtype``: of optimizer states. ``whole_experts``: tensor parallel does not split experts, expert parallel
     reaches over it. ``memory_reading``: what it prints as peak memory: ``allocated``, ``reserved`` by the allocator, or of the
     whole ``device`` (nvidia-smi).
@@ -101,6 +103,8 @@ def _by_sizes(run: PublishedRun, year: int) -> str:
 def _with_run(framework: Framework, run: PublishedRun) -> Framework:
     """What the row says of its own software: compiled or not, its precision, tensor-parallel overlap."""
     changes = dict(framework.software_by_precision.get(run.precision.lower(), {}))
+    if (run.year or 0) > COMPOSED_NORMS_UNTIL:
+        changes["composed_norms"] = False
     if run.compile:
         changes |= {"fusion": "compiler", "caches_positions": True}
     if "async tp" in run.notes.lower():

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from planner.validate_runs.frameworks import Framework
 from planner.validate_runs.runs import PublishedRun, SkippedRun
+from simulator.kept import DISCARDED
 from simulator.memory_walk import EVERY_SECOND_PRODUCT
 from specs.plan import CollectiveOptions, Mesh, Pipeline, PipelineSchedule, Plan, RecomputeMode, RecomputeRun, Stage
 from specs.schedule import SCHEDULES
@@ -144,7 +145,7 @@ def _chunks(run: PublishedRun, pp: int, assumed: list[str]) -> int:
     if run.vpp is None and "interleaved" in f"{run.schedule} {run.notes}".lower() and "before the interleaved" not in run.notes:
         chunks = next((count for count in (2, 3) if layers % (pp * count) == 0), 1)
         assumed.append(f"{chunks} chunks per pipeline rank")
-    if chunks * pp > layers:
+    if chunks * pp > layers and not _ends_count(layers, chunks * pp):
         assumed.append(f"1 chunk per pipeline rank instead of {chunks}: more stages than layers")
         return 1
     return chunks
@@ -193,10 +194,15 @@ def split_units(run: PublishedRun, num_stages: int) -> list[int]:
         listed = _from_cuts([int(item) for item in cuts[2].split(",")], num_layers)
         if listed is not None and len(listed) == num_stages:
             return listed
-    if "transformer|embedding" in run.notes:
+    if "transformer|embedding" in run.notes or _ends_count(num_layers, num_stages):
         return _even(num_layers + 2, num_stages)
     layers = _even(num_layers, num_stages)
     return [count + (index == 0) + (index == num_stages - 1) for index, count in enumerate(layers)]
+
+
+def _ends_count(num_layers: int, num_stages: int) -> bool:
+    """Layers do not share out over the stages, but do with embedding and head as two more."""
+    return num_stages > 1 and num_layers % num_stages > 0 and (num_layers + 2) % num_stages == 0
 
 
 def _even(total: int, parts: int) -> list[int]:
@@ -222,8 +228,11 @@ def _from_cuts(bounds: list[int], layers: int) -> list[int] | None:
     return units if sum(units) == layers + 2 and all(units) else None
 
 
-# Kinds of selective recompute: Megatron's (attention's core) and torchtitan's (all but attention and every second product).
-SELECTIVE: dict[str, tuple[str, ...]] = {"attention": ("attention",), "operators": (EVERY_SECOND_PRODUCT,)}
+# Kinds of selective recompute: Megatron's (attention's core), torchtitan's (all but attention and every second product), and
+# Megatron Core's of results that are cheap to make again.
+SELECTIVE: dict[str, tuple[str, ...]] = {
+    "attention": ("attention",), "operators": (EVERY_SECOND_PRODUCT,), "modules": DISCARDED,
+}  # fmt: skip
 
 
 def recompute_runs(mode: str, first: int, num_units: int, total_units: int, *, share: float = 1.0) -> tuple[RecomputeRun, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from planner.validate_runs.clusters import cluster_of
@@ -13,7 +14,7 @@ from planner.validate_runs.runs import PublishedRun, SkippedRun
 from profiler.hf import DecoderConfig
 from simulator.cost_model import CostModel
 from simulator.predict import fits
-from simulator.steady_state import predict_long
+from simulator.steady_state import fits_long, predict_long
 from specs.errors import InvalidInput
 from specs.graph import ModelGraph
 from specs.prediction import Prediction
@@ -88,21 +89,30 @@ class RunPredictor:
         self, run: PublishedRun, model: CostModel, sizes: Sizes, framework: Framework, assumed: list[str]
     ) -> RunPrediction:
         modes = recompute_modes(run, model.workload.attention_kernel, framework.selective)
-        for mode in modes:
-            prediction = self._prediction(run, model, sizes, framework, mode)
-            if len(modes) == 1 or fits(prediction) or mode == modes[-1]:
-                break
+        mode = next((mode for mode in modes[:-1] if self._fits(run, model, sizes, framework, mode)), modes[-1])
+        prediction = self._prediction(run, model, sizes, framework, mode)
         if len(modes) > 1:
             assumed.append(f"recompute {mode}: the least that fits")
         strategy = plan_of(run, sizes, framework, mode, 1 if sizes.pp == 1 else sizes.pp).strategy
         fitting, reading = fits(prediction), memory_reading(run, framework)
         return RunPrediction(run, prediction, framework.name, strategy, mode, fitting, tuple(assumed), reading)
 
+    def _fits(self, run: PublishedRun, model: CostModel, sizes: Sizes, framework: Framework, mode: str) -> bool:
+        with _expressed():
+            return fits_long(model, lambda passes: plan_of(run, sizes, framework, mode, passes), sizes.num_micro_batches)
+
     def _prediction(self, run: PublishedRun, model: CostModel, sizes: Sizes, framework: Framework, mode: str) -> Prediction:
-        try:
+        with _expressed():
             return predict_long(model, lambda passes: plan_of(run, sizes, framework, mode, passes), sizes.num_micro_batches)
-        except InvalidInput as error:
-            raise SkippedRun("not_expressible", str(error)) from None
+
+
+@contextmanager
+def _expressed() -> Iterator[None]:
+    """A row is skipped where its plan breaks a rule."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise SkippedRun("not_expressible", str(error)) from None
 
 
 # Words of a row's notes that say how its memory was read.
@@ -116,7 +126,7 @@ def memory_reading(run: PublishedRun, framework: Framework) -> str:
 
 
 def recompute_modes(run: PublishedRun, attention_kernel: str, selective: str) -> tuple[str, ...]:
-    """``none``, ``attention``, ``operators``, ``full`` or ``full of S`` (a share S of the layers).
+    """``none``, ``attention``, ``operators``, ``modules``, ``full`` or ``full of S`` (a share S of the layers).
 
     Several, least first, where the row leaves it open.
     """
@@ -128,7 +138,8 @@ def recompute_modes(run: PublishedRun, attention_kernel: str, selective: str) ->
     if word in ("none", "full"):
         return (word,)
     partly = ("full of 0.25", "full of 0.5", "full of 0.75", "full")
-    return ("none", "attention", *partly) if attention_kernel == "math" else ("none", *partly)
+    first = ("attention",) if attention_kernel == "math" else ("modules",) if selective == "modules" else ()
+    return ("none", *first, *partly)
 
 
 def _by_layers(run: PublishedRun) -> bool:

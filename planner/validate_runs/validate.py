@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,19 +52,52 @@ class Validation:
         }
 
 
-def validate_rows(rows: Sequence[Row], capture: Capture, progress: ProgressSink = ignore) -> Validation:
-    """Predict every row. ``capture`` makes the graph of a decoder (it needs torch, this package does not)."""
-    predictor = RunPredictor(capture)
-    judged: list[Judged] = []
-    skipped: list[Skipped] = []
-    for number, row in enumerate(rows):
-        progress(Progress(stage="predict", done=number, total=len(rows), message=row.run.id))
-        try:
-            judged.append(Judged(row, predictor.predict(row.run)))
-        except SkippedRun as error:
-            skipped.append(Skipped(row, error.code, str(error)))
-    progress(Progress(stage="predict", done=len(rows), total=len(rows)))
-    return Validation(tuple(judged), tuple(skipped))
+# A process starts in a few seconds; fewer rows than this are predicted sooner by one.
+ROWS_WORTH_A_PROCESS = 150
+CHUNK_ROWS = 40
+
+
+def validate_rows(rows: Sequence[Row], capture: Capture, progress: ProgressSink = ignore, *, processes: int = 1) -> Validation:
+    """Predict every row. ``capture`` makes the graph of a decoder (it needs torch, this package does not).
+
+    ``processes``: worker processes to share the rows, when they are many; ``capture`` must pickle. The result is the same.
+    """
+    outcomes: list[Judged | Skipped] = []
+    chunks = [rows[first : first + CHUNK_ROWS] for first in range(0, len(rows), CHUNK_ROWS)]
+    processes = min(processes, len(rows) // ROWS_WORTH_A_PROCESS)
+    progress(Progress(stage="predict", done=0, total=len(rows)))
+    if processes > 1:
+        # spawned, not forked: threads of the caller may hold locks
+        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_worker, (capture,))
+        with pool:
+            for found in pool.map(_predict_in_worker, chunks):
+                outcomes += found
+                progress(Progress(stage="predict", done=len(outcomes), total=len(rows), message=found[-1].row.run.id))
+    else:
+        predictor = RunPredictor(capture)
+        for row in rows:
+            outcomes.append(_outcome(predictor, row))
+            progress(Progress(stage="predict", done=len(outcomes), total=len(rows), message=row.run.id))
+    judged = tuple(item for item in outcomes if isinstance(item, Judged))
+    return Validation(judged, tuple(item for item in outcomes if isinstance(item, Skipped)))
+
+
+def _outcome(predictor: RunPredictor, row: Row) -> Judged | Skipped:
+    try:
+        return Judged(row, predictor.predict(row.run))
+    except SkippedRun as error:
+        return Skipped(row, error.code, str(error))
+
+
+_worker: list[RunPredictor] = []  # of this process: its graphs and prices serve all its chunks
+
+
+def _start_worker(capture: Capture) -> None:
+    _worker[:] = [RunPredictor(capture)]
+
+
+def _predict_in_worker(rows: Sequence[Row]) -> list[Judged | Skipped]:
+    return [_outcome(_worker[0], row) for row in rows]
 
 
 COLUMNS = (
