@@ -18,6 +18,11 @@ class Cache(Generic[Value]):
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
         self._lock = threading.Lock()
 
+    def peek(self, key: Hashable) -> Value | None:
+        """The value of ``key``, or None when it is not there."""
+        with self._lock:
+            return self._values.get(key)
+
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The value of ``key``, made when it is not there; an exception of ``make`` is raised and nothing is kept."""
         with self._lock:

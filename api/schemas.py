@@ -110,6 +110,20 @@ class ImportRequest(Spec):
     calibration: Reference | None = None
 
 
+class ClusterTextRequest(Spec):
+    """What people have at hand of a cluster, to be made a document. The texts are data."""
+
+    name: str = Field(default="from texts", max_length=200)
+    device: str | None = Field(
+        default=None, min_length=1, max_length=100, description="device of the catalogue, when no preset is given"
+    )
+    preset: str | None = Field(default=None, min_length=1, max_length=100, description="node preset of the catalogue")
+    count: int = Field(default=1, ge=1, le=65536, description="nodes, when no hostfile says it")
+    hostfile: str | None = Field(default=None, max_length=1_000_000, description="lines 'host slots=8'")
+    topology: str | None = Field(default=None, max_length=100_000, description="output of nvidia-smi topo -m; with 'device'")
+    nccl_tests: tuple[str, ...] = Field(default=(), max_length=16, description="outputs of nccl-tests programs")
+
+
 class DiffRequest(Spec):
     """Two plans of one model: documents, or ids of planning jobs."""
 

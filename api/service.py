@@ -65,7 +65,7 @@ class Service:
         self.jobs = Jobs(settings, self.store, engine, self.hub.notify, self.metrics.observe)
         self._capturing = threading.Lock()
         self._capture_slots = threading.BoundedSemaphore(settings.max_waiting_captures)
-        self.estimates: Cache[dict[str, Any]] = Cache(512)
+        self.estimates: Cache[bytes] = Cache(512)
 
     def register_local(self) -> None:
         """Register this machine as the cluster 'local', as the operator asked; measured once per machine and device count."""

@@ -124,6 +124,9 @@ class Store:
             "id": identifier, "kind": kind, "name": name[:200], "content_hash": content_hash, "created_at": now_utc(),
             "attributes": attributes or {}, "document": document,
         }  # fmt: skip
+        stored = None if fixed_id is not None else self.document(kind, identifier)  # most are there: no write, no lock
+        if stored is not None:
+            return stored, False
         try:
             with self._transaction() as connection:
                 if fixed_id is not None:

@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> int:
         command = [
             found, "run", f"{base}/openapi.json", "--exclude-path-regex", "/events$", "--max-examples", examples, "--seed", "1",
             "--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing", "--no-color", "--continue-on-failure",
+            "--request-timeout", "180",
         ]  # fmt: skip
         return subprocess.run(command, check=False).returncode
 

@@ -147,3 +147,17 @@ def test_errors_of_a_service_are_errors_here(remote: list[str]) -> None:
     small = {**CLUSTER, "device_types": [{**CLUSTER["device_types"][0], "memory_bytes": 1e6}]}
     Path("small.yaml").write_text(yaml.safe_dump(small))
     assert as_json("plan", *remote, "--cluster", "small.yaml", code=3)["limits"]
+
+
+def test_cluster_from_texts(client: TestClient) -> None:
+    matrix = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \tNV12\tPXB\nGPU1\tNV12\t X \tSYS\nNIC0\tPXB\tSYS\t X\n"
+    body = {"device": "a100_sxm_80gb", "topology": matrix, "hostfile": "a slots=2\nb slots=2\nc slots=1\n"}
+    found = client.post("/v1/clusters/from-text", json=body).json()
+    assert [(group["count"], group["devices_per_node"]) for group in found["nodes"]] == [(2, 2), (1, 1)]
+    assert found["nodes"][0]["intra"]["bandwidth_bytes_per_s"] == 300e9
+    assert client.post("/v1/clusters", json=found).status_code == 201
+    wrong = client.post("/v1/clusters/from-text", json={"hostfile": "a slots=x\nb b b", "topology": "nothing"}).json()
+    assert {error["loc"][0] for error in wrong["errors"] if error["loc"]} == {"hostfile", "topology"}
+    lone = client.post("/v1/clusters/from-text", json={"device": "a100_sxm_80gb"})
+    assert lone.json()["errors"][0]["code"] == "incomplete_node_group"
+    assert "device_or_preset" in {error["code"] for error in wrong["errors"]}

@@ -8,7 +8,7 @@ import pytest
 
 from planner.plan_diff import diff_plans
 from planner.recommend import RecommendOptions, recommend
-from planner.search import search
+from planner.search import SearchOptions, search
 from planner.strategy import plan_from_strategy
 from planner.why_not import why_not
 from profiler.catalogue import resolve_cluster
@@ -84,7 +84,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 
 
 def test_why_not_names_the_rule_the_memory_or_the_terms() -> None:
-    answer = search(model(), CLUSTER, WORKLOAD)
+    answer = search(model(), CLUSTER, WORKLOAD, options=SearchOptions(time_limit_s=30))
     assert answer.plan is not None
     forbidden = why_not("tp=3 micro_batch=7", answer.plan, model(), CLUSTER, WORKLOAD)
     assert forbidden.verdict == "forbidden"

@@ -33,6 +33,7 @@ IMPORT = {
 RECOMMENDATION = {
     "model": MODEL, "device": "h100_sxm", "workload": WORKLOAD, "options": {"max_devices": 64, "time_limit_s": 60},
 }  # fmt: skip
+CLUSTER_TEXT = {"name": "ours", "preset": "dgx_h100", "hostfile": "node1 slots=8\nnode2 slots=8\n"}
 DIFF = {"before": "plan-0123456789abcdef", "after": "plan-fedcba9876543210"}
 WHY_NOT_OF_PLAN = {"strategy": "tp=8 pp=2 micro_batch=1 zero=1"}
 WHY_NOT = {"plan": "plan-0123456789abcdef", **WHY_NOT_OF_PLAN}
@@ -50,6 +51,7 @@ _BY_KIND: dict[str, dict[str, Any]] = {
     "execution": {"ten steps": EXECUTION},
     "export": {"of a planning job": EXPORT},
     "import": {"Megatron flags": IMPORT},
+    "cluster_text": {"a hostfile": CLUSTER_TEXT},
     "diff": {"two planning jobs": DIFF},
     "why_not": {"against a planning job": WHY_NOT},
     "why_not_of_plan": {"a strategy": WHY_NOT_OF_PLAN},

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from api.documents import full
 from api.engine import fits
@@ -142,7 +143,7 @@ def trace_of(service: Service, job: Job, plan: Plan) -> dict[str, Any]:
     response_model=EstimateResource,
     description="Nothing is stored but the inputs. A config posted for the first time is captured first, which takes seconds.",
 )
-def create_estimate(service: ServiceDep, request: EstimateBody) -> JSONResponse:
+def create_estimate(service: ServiceDep, request: EstimateBody) -> Response:
     """Check the plan, price it, say whether it fits."""
     if (request.plan is None) == (request.strategy is None):
         violation = Violation(
@@ -151,8 +152,13 @@ def create_estimate(service: ServiceDep, request: EstimateBody) -> JSONResponse:
         raise InvalidInput([violation], subject="request")
     rows = service.reader.read(references(request))
     given = request.strategy if request.plan is None else json.dumps(request.plan, sort_keys=True)
-    key = (*sorted((kind, row.content_hash) for kind, row in rows.items()), request.plan is None, given)
-    return JSONResponse(service.estimates.get(key, lambda: price(service, rows, request)))
+    key = (*_hashes(rows), request.plan is None, given)
+    return _kept(service, key, lambda: price(service, rows, request))
+
+
+def _kept(service: Service, key: tuple[Any, ...], make: Callable[[], dict[str, Any]]) -> Response:
+    """An answer made once; what is kept is its text."""
+    return Response(service.estimates.get(key, lambda: bytes(JSONResponse(make()).body)), media_type="application/json")
 
 
 @memory.post(
@@ -163,15 +169,25 @@ def create_estimate(service: ServiceDep, request: EstimateBody) -> JSONResponse:
     description="States of every ZeRO stage term by term, activations by unit, logits, offload, and the peak of a strategy. "
     "No time is simulated and no device is needed.",
 )
-def create_memory_report(service: ServiceDep, request: MemoryBody) -> JSONResponse:
+def create_memory_report(service: ServiceDep, request: MemoryBody) -> Response:
     """Check the inputs, count."""
     rows = service.reader.read(references(request))
-    inputs, graph = service.inputs(rows)
-    report = service.engine.memory(
-        graph, inputs.cluster, inputs.workload, request.strategy, micro_batch=request.micro_batch,
-        host_buffer_factor=request.host_buffer_factor,
-    )  # fmt: skip
-    return JSONResponse(full(report))
+
+    def count() -> dict[str, Any]:
+        inputs, graph = service.inputs(rows)
+        report = service.engine.memory(
+            graph, inputs.cluster, inputs.workload, request.strategy, micro_batch=request.micro_batch,
+            host_buffer_factor=request.host_buffer_factor,
+        )  # fmt: skip
+        return full(report)
+
+    key = ("memory", *_hashes(rows), request.strategy, request.micro_batch, request.host_buffer_factor)
+    return _kept(service, key, count)
+
+
+def _hashes(rows: dict[str, StoredDocument]) -> list[tuple[str, str]]:
+    """What documents these are."""
+    return sorted((kind, row.content_hash) for kind, row in rows.items())
 
 
 def price(service: Service, rows: dict[str, StoredDocument], request: EstimateRequest) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 from fastapi.responses import JSONResponse
 
+from api.cluster_text import cluster_from_text
 from api.documents import full
 from api.inputs import Inputs
 from api.judging import judge, model_of
 from api.routes import examples
 from api.routes.documents import PROBLEMS
 from api.routes.plans import chosen_plan
-from api.schemas import DiffRequest, ExportRequest, ImportRequest, Reference, WhyNotOfPlanRequest, WhyNotRequest
+from api.schemas import ClusterTextRequest, DiffRequest, ExportRequest, ImportRequest, Reference, WhyNotOfPlanRequest, WhyNotRequest
 from api.service import Service, ServiceDep
 from api.store import Job, StoredDocument
 from specs.cluster import ClusterSpec
@@ -26,6 +27,7 @@ from specs.training import TrainingSpec
 
 ExportBody = Annotated[ExportRequest, Body(openapi_examples=examples.of("export"))]
 ImportBody = Annotated[ImportRequest, Body(openapi_examples=examples.of("import"))]
+ClusterTextBody = Annotated[ClusterTextRequest, Body(openapi_examples=examples.of("cluster_text"))]
 DiffBody = Annotated[DiffRequest, Body(openapi_examples=examples.of("diff"))]
 WhyNotBody = Annotated[WhyNotRequest, Body(openapi_examples=examples.of("why_not"))]
 WhyNotOfPlanBody = Annotated[WhyNotOfPlanRequest, Body(openapi_examples=examples.of("why_not_of_plan"))]
@@ -112,6 +114,16 @@ def create_import(service: ServiceDep, request: ImportBody) -> JSONResponse:
         strategy=request.strategy,
     )  # fmt: skip
     return JSONResponse(full(found))
+
+
+@questions.post(
+    "/clusters/from-text", operation_id="cluster_from_text", tags=["clusters"], summary="A cluster document from texts at hand",
+    response_model=ClusterSpec,
+    description="Reads a hostfile, `nvidia-smi topo -m` and nccl-tests. Nothing is stored: post the document to keep it.",
+)  # fmt: skip
+def make_cluster(service: ServiceDep, request: ClusterTextBody) -> JSONResponse:
+    """Every line that does not read is named."""
+    return JSONResponse(cluster_from_text(request, service.engine).to_dict())
 
 
 @questions.post(

@@ -68,6 +68,9 @@ async function showAnswer(job) {
     draw(view.figures);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(view.figures));
   }
+  $("run").hidden = !job.answer.plan || job.request.cluster !== "local";
+  if ($("run").hidden) $("run-hint").textContent = "Only plans for the cluster 'local', this service's own machine, can be run from here.";
+  await runs();
   for (const item of files.items) {
     $("artifacts").append(node("a", item.name, { href: item.href, ...(sessionStorage.getItem("token") ? {} : { download: "" }) }), " ");
   }
@@ -113,6 +116,49 @@ async function take(event) {
   }
 }
 
+function percent(value) {
+  return value === null || value === undefined ? "" : `${value >= 0 ? "+" : ""}${(100 * value).toFixed(1)} %`;
+}
+
+function runRow(job) {
+  const [predicted, measured] = [job.prediction, job.measurement];
+  const link = node("button", job.status.replace("_", " "), { type: "button", class: "link" });
+  link.addEventListener("click", () => compared(job).catch((error) => showProblem($("compared"), error)));
+  const state = job.status === "succeeded" ? link : job.status + (job.progress ? `: ${job.progress.stage} ${job.progress.message}` : "");
+  const error = predicted && measured && measured.step_time_s ? predicted.step_time_s / measured.step_time_s - 1 : null;
+  const losses = measured && measured.losses.length ? `${measured.losses[0].toFixed(3)} to ${measured.losses[measured.losses.length - 1].toFixed(3)}` : "";
+  return [job.created_at.slice(0, 19).replace("T", " "), state, predicted ? seconds(predicted.step_time_s) : "", measured ? seconds(measured.step_time_s) : "", percent(error), losses];
+}
+
+async function compared(job) {
+  const { comparison } = await api(`/v1/executions/${job.id}/comparison`);
+  const there = Object.entries(comparison.terms).filter(([, item]) => item.predicted || item.measured);
+  const rows = there.map(([name, item]) => [name, seconds(item.predicted), seconds(item.measured), percent(item.relative_error)]);
+  const [step, memory] = [comparison.step_time, comparison.peak_memory];
+  rows.push(["step", seconds(step.predicted), seconds(step.measured), percent(step.relative_error)]);
+  rows.push(["peak memory", bytes(memory.predicted), bytes(memory.measured), percent(memory.relative_error)]);
+  const inside = comparison.inside_interval ? "The measured step lies inside the predicted interval." : "The measured step lies outside the predicted interval.";
+  $("compared").replaceChildren(node("p", inside, { class: comparison.inside_interval ? "good" : "warn" }), table(["term", ">predicted", ">measured", ">error"], rows));
+}
+
+async function runs() {
+  const plan = $("plan").dataset.job;
+  const page = await api(`/v1/executions?limit=20&plan_id=${plan}`);
+  const jobs = await Promise.all(page.items.map((item) => api(`/v1/executions/${item.id}`)));
+  $("runs").replaceChildren(jobs.length ? table(["asked (UTC)", "state", ">predicted", ">measured", ">error", "loss"], jobs.map(runRow)) : node("p", "None yet.", { class: "muted" }));
+  if (jobs.some((job) => OPEN.includes(job.status))) setTimeout(() => runs().catch((error) => showProblem($("compared"), error)), 1000);
+}
+
+async function run(event) {
+  event.preventDefault();
+  try {
+    await api(`${JOB}/executions`, { steps: Number($("steps").value) });
+    await runs();
+  } catch (error) {
+    showProblem($("compared"), error);
+  }
+}
+
 async function follow() {
   const job = await api(JOB);
   showJob(job);
@@ -125,5 +171,6 @@ async function follow() {
 
 $("why").addEventListener("submit", why);
 $("export").addEventListener("submit", take);
+$("run").addEventListener("submit", run);
 $("cancel").addEventListener("click", () => api(`${JOB}/cancel`, {}).catch((error) => showProblem($("problem"), error)));
 follow().catch((error) => showProblem($("problem"), error));

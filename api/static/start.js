@@ -1,6 +1,8 @@
 "use strict";
 const EXAMPLE = { preset: "llama-2-7b", node: "dgx_a100_640gb", count: 2, global_batch: 64, seq_len: 4096, precision: "bf16_mixed", time_limit: 20 };
 
+let catalogue = { node_presets: [] };
+
 function documents() {
   const model = $("model").value.trim() ? JSON.parse($("model").value) : $("preset").value;
   const own = $("cluster").value.trim();
@@ -86,8 +88,24 @@ async function recent() {
   $("recent").replaceChildren(table(["plan", "status", "asked (UTC)"], rows));
 }
 
+async function makeCluster() {
+  const chosen = catalogue.node_presets.find((item) => item.name === $("node").value);
+  const topology = $("topology").value.trim();
+  const body = { name: "pasted", count: Number($("count").value), nccl_tests: $("nccl").value.trim() ? [$("nccl").value] : [] };
+  Object.assign(body, topology ? { topology, device: chosen.device } : { preset: chosen.name });
+  if ($("hostfile").value.trim()) body.hostfile = $("hostfile").value;
+  try {
+    $("cluster").value = JSON.stringify(await api("/v1/clusters/from-text", body), null, 1);
+    $("cluster-details").open = true;
+    $("cluster-problem").replaceChildren();
+  } catch (error) {
+    showProblem($("cluster-problem"), error);
+  }
+}
+
 async function fill() {
   const names = await api("/v1/catalogue");
+  catalogue = names;
   for (const name of names.model_presets) $("preset").append(node("option", name, { value: name }));
   for (const item of names.node_presets) $("node").append(node("option", `${item.name}: ${item.devices_per_node} × ${item.device}`, { value: item.name }));
   const usual = names.node_presets.find((item) => item.name === "dgx_h100") || names.node_presets[0];
@@ -101,5 +119,6 @@ async function fill() {
 }
 
 $("ask").addEventListener("submit", ask);
+$("make-cluster").addEventListener("click", makeCluster);
 $("judge-form").addEventListener("submit", judge);
 fill().then(recent).catch((error) => showProblem($("problem"), error));

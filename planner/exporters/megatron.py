@@ -59,8 +59,25 @@ def write(view: View) -> tuple[dict[str, str], list[str]]:
     notes = device_note(view)
     if view.graph is None:
         notes.append("sizes of the model are left out: give the model to have them written")
+    notes += _padding(view)
     notes.append("data, tokenizer, learning rate schedule and --train-iters are yours: append them to launch.sh")
     return {"megatron.args": "\n".join(lines) + "\n", "launch.sh": launch}, notes
+
+
+# Megatron's default of --make-vocab-size-divisible-by, for each tensor-parallel rank.
+VOCAB_MULTIPLE = 128
+
+
+def _padding(view: View) -> list[str]:
+    """What Megatron adds to the vocabulary so that every rank holds as much of it."""
+    vocab, hidden = view.size("vocab"), view.size("hidden")
+    multiple = VOCAB_MULTIPLE * view.tp
+    if vocab is None or hidden is None or vocab % multiple == 0:
+        return []
+    padded = -(-vocab // multiple) * multiple
+    copies = 1 if view.graph is not None and view.graph.tied else 2
+    more = f"{(padded - vocab) * hidden * copies / 1e6:.1f} M more parameters"
+    return [f"Megatron pads the vocabulary of {vocab:,} to {padded:,} (a multiple of 128 x tp {view.tp}): {more}"]
 
 
 def layout(view: View) -> str:
