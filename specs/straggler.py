@@ -192,6 +192,40 @@ class Robustness(Document):
     assumptions: tuple[str, ...] = ()
 
 
+class Timings(Document):
+    """Per-rank timings of a run, step by step. ``seconds``: exclusive seconds, steps x ranks x ``phases``; ranks are numbered as
+    the devices that the plan uses, smallest first."""
+
+    kind: ClassVar[str] = "timings"
+    phases: tuple[str, ...] = Field(min_length=1, description="names of specs.terms, or others that 'kinds' explains")
+    kinds: dict[str, Literal["compute", "data", "comm", "wait"]] = Field(default={}, description="of phases with other names")
+    seconds: tuple[tuple[tuple[Finite, ...], ...], ...]
+    work: tuple[tuple[Finite, ...], ...] | None = Field(
+        default=None, description="tokens or FLOP of each rank, steps x ranks, where the ranks' loads differ"
+    )
+
+    @model_validator(mode="after")
+    def _even(self) -> Timings:
+        broken = []
+        widths = {len(rank) for step in self.seconds for rank in step}
+        if widths - {len(self.phases)}:
+            message = f"ranks have {sorted(widths)} times a step, for {len(self.phases)} phases"
+            broken.append(InvalidInputValue("uneven_timings", message, allowed=len(self.phases), loc=("seconds",)))
+        ranks = {len(step) for step in self.seconds}
+        if len(ranks) > 1:
+            message = f"steps have {sorted(ranks)} ranks"
+            broken.append(InvalidInputValue("uneven_timings", message, allowed="the same ranks in every step", loc=("seconds",)))
+        if self.work is not None and [len(step) for step in self.work] != [len(step) for step in self.seconds]:
+            message = "work is not given for each step and rank"
+            broken.append(InvalidInputValue("uneven_timings", message, loc=("work",)))
+        unknown = sorted(set(self.kinds) - set(self.phases))
+        if unknown:
+            message = f"kinds name {', '.join(unknown)}, which is no phase"
+            broken.append(InvalidInputValue("unknown_phase", message, allowed=list(self.phases), loc=("kinds",)))
+        InvalidInputValues.raise_any(broken)
+        return self
+
+
 class PhaseSpread(Spec):
     """One phase over the ranks, each rank by its median over the steps."""
 
