@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from api.engine_questions import QuestionEngine, cost_model, reporting
+from api.engine_robustness import RobustnessEngine
 from api.schemas import PlanOptions
 from specs.accounting import FlopConvention, Utilization
 from specs.answer import PlanAnswer
@@ -34,7 +35,7 @@ def is_graph(document: Mapping[str, Any]) -> bool:
     return "blocks" in document or "segments" in document or "ops" in document
 
 
-class Engine(QuestionEngine):
+class Engine(QuestionEngine, RobustnessEngine):
     """What Meshwright can do, in terms of documents.
 
     ``allow_factory``: a graph may name code of this machine (``package.module:factory``) to be built; only the command line

@@ -25,6 +25,7 @@ from specs.plan import Plan
 from specs.prediction import Prediction
 from specs.profile import Profile
 from specs.questions import PlanDiff, Recommendation, WhyNot
+from specs.straggler import Diagnosis, Robustness, StragglerModel, Timings
 from specs.training import TrainingSpec
 from specs.units import HUMAN_SUFFIXES, human_names
 
@@ -32,6 +33,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     ModelGraph, ClusterSpec, TrainingSpec, Profile, Plan, Prediction, PlanAnswer, Measurement, Comparison, Calibration,
     Catalogue, MemoryReport, Utilization, Exported, Imported, Judgement,
     PlanDiff, WhyNot, Recommendation,
+    StragglerModel, Robustness, Timings, Diagnosis,
 )  # fmt: skip
 DIRECTORY = Path(__file__).parent / "schema"
 UNIT_NAMES = {

@@ -68,9 +68,13 @@ class Given:
         resolved = self.try_read(lambda: read_cluster(cluster, self._engine))
         measured = None if profile is None else self.try_read(lambda: Profile.load(profile))
         graph = self.try_read(lambda: self._engine.load_model(model))
-        if self._violations or graph is None or resolved is None:
-            raise InvalidInput(self._violations, subject="command line")
+        self.raise_any()
         return graph, resolved, measured
+
+    def raise_any(self) -> None:
+        """Raise with all that was wrong so far."""
+        if self._violations:
+            raise InvalidInput(self._violations, subject="command line")
 
     def try_read(self, load: Callable[[], Any]) -> Any:
         """What ``load`` gives, or None and its violations kept for later."""

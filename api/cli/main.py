@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli import accounting, calibrating, comparing, planning, running, serving, validating
+from api.cli import accounting, calibrating, comparing, planning, robustness, running, serving, validating
 from api.cli.output import ExitCodeGroup, NoColorOption, output
 
 app = typer.Typer(
@@ -37,7 +37,7 @@ def root(
 for verb in (
     serving.demo, planning.capture, running.profile, planning.plan, planning.estimate, accounting.memory, planning.simulate,
     comparing.why, comparing.recommend, comparing.diff, comparing.export, running.run, running.compare, calibrating.calibrate,
-    validating.validate, accounting.mfu, planning.devices, serving.token,
+    validating.validate, robustness.robust, robustness.diagnose, accounting.mfu, planning.devices, serving.token,
     serving.serve,
 ):  # fmt: skip
     app.command()(verb)

@@ -108,7 +108,8 @@ def _one_of(plan_file: Path | None, strategy: str | None) -> None:
         )
 
 
-def _chosen(engine: Engine, plan_file: Path | None, strategy: str | None, given: Documents) -> Plan:
+def chosen_plan(engine: Engine, plan_file: Path | None, strategy: str | None, given: Documents) -> Plan:
+    """The plan of a file or a strategy, checked; exactly one of both is given."""
     _one_of(plan_file, strategy)
     graph, resolved, spec = given[:3]
     if strategy is not None:
@@ -174,7 +175,7 @@ def simulate(
     """
     engine = Engine(allow_factory=True)
     given = Given(engine).read(model, cluster, workload, profile, calibration)
-    chosen = _chosen(engine, plan_file, strategy, given)
+    chosen = chosen_plan(engine, plan_file, strategy, given)
     timeline = engine.trace(*given[:3], chosen, given.profile, given.calibration)
     prediction = engine.estimate(*given[:3], chosen, given.profile, given.calibration)
     save_text(trace, json.dumps(timeline))
