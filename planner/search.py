@@ -42,7 +42,8 @@ from specs.training import TrainingSpec
 class SearchOptions:
     """How to search.
 
-    ``time_limit_s``: wall time, ``None`` = none. ``top``: alternatives to list. ``seed``: of the solver. ``strategy``: fields that
+    ``time_limit_s``: wall time, ``None`` = none. ``top``: alternatives to list. ``explain``: say what each choice gains
+    (simulates its neighbours). ``seed``: of the solver. ``strategy``: fields that
     the plan must have (``"pp=2 zero=1"``); the others are searched. ``confirm_at_most``: simulations before the answer is called
     feasible instead of optimal. ``tolerance``: a plan within this share of the bound is called optimal.
     """
@@ -51,6 +52,7 @@ class SearchOptions:
     top: int = 5
     seed: int = 0
     strategy: str | None = None
+    explain: bool = True
     confirm_at_most: int = 500
     tolerance: float = 0.0
 
@@ -171,8 +173,14 @@ class _Search:
         bound_value = min(self.best_value, self.queue.least_value())
         gap = self.best_value / bound_value - 1 if bound_value > 0 else None
         best_bound_s = self.best.step_time_s / (1 + gap) if gap is not None else 0.0
-        others = [] if self._out_of_time() else alternatives(self.candidates, self.best, self.options.top, self._out_of_time)
-        lines = [] if self._out_of_time() else explain(self.candidates, self.best, others, self.fixed, self._out_of_time)
+        others = []
+        if self.options.top and not self._out_of_time():
+            others = alternatives(self.candidates, self.best, self.options.top, self._out_of_time)
+        lines = (
+            []
+            if self._out_of_time() or not self.options.explain
+            else explain(self.candidates, self.best, others, self.fixed, self._out_of_time)
+        )
         self._tell("done", f"{self.best.step_time_s:.4f} s", strategy=self.best.plan.strategy, best_bound_s=best_bound_s, gap=gap)
         return PlanAnswer(
             status="optimal" if exhausted else "feasible", plan=self.best.plan, prediction=self.best.prediction,
