@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.alternatives import alternatives
 from planner.assemble import Assembler
@@ -29,6 +30,7 @@ from planner.queue import CLOSE, READY, Queue
 from planner.refine import DoesNotFit
 from planner.space import Space, enumerate_space
 from planner.strategy_text import parse_fields
+from planner.table import CandidateTable, ParetoPoint, pareto_front
 from simulator.cost_model import CostModel
 from specs.answer import PlanAnswer, SearchRecord, Status
 from specs.cluster import ClusterSpec
@@ -72,7 +74,35 @@ def search(
     Infeasible is an answer that names the limit and what would lift it. Raises :class:`InvalidInput` when ``options.strategy``
     does not read or the search does not know its schedule, or the objective needs a price or power that the cluster does not give.
     """
-    return _Search(graph, cluster, workload, profile, options, progress, cost_model).run()
+    return explore(graph, cluster, workload, profile, options, progress, cost_model=cost_model).answer
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """A search that has ended: its answer, and all of its candidates with what became of them."""
+
+    answer: PlanAnswer
+    table: CandidateTable
+
+    def pareto_front(self) -> list[ParetoPoint]:
+        """The best plans by time, memory, devices and cost (``planner.table.pareto_front``)."""
+        return pareto_front(self.table.candidates)
+
+
+def explore(
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    workload: TrainingSpec,
+    profile: Profile | None = None,
+    options: SearchOptions = SearchOptions(),
+    progress: ProgressSink = ignore,
+    *,
+    cost_model: CostModel | None = None,
+) -> Exploration:
+    """:func:`search`, with all candidates."""
+    run = _Search(graph, cluster, workload, profile, options, progress, cost_model)
+    answer = run.run()
+    return Exploration(answer, CandidateTable(run.candidates, run.outcomes(answer.status in ("optimal", "infeasible"))))
 
 
 class _Search:
@@ -189,11 +219,14 @@ class _Search:
             assumptions=tuple(assumptions(self.prices, self.best)), explanation=tuple(lines),
         )  # fmt: skip
 
+    def outcomes(self, exhausted: bool) -> NDArray[np.str_]:
+        """What became of each row."""
+        return self.queue.outcomes(self.outcome, None if self.best is None else self.best.row, exhausted)
+
     def _rejected(self, exhausted: bool) -> dict[str, int]:
         """Counts by reason: broken rules, memory, the limit on step time, simulated and slower, bounded out."""
         counts = dict(self.space.rejected)
-        found = self.queue.outcomes(self.outcome, None if self.best is None else self.best.row, exhausted)
-        for reason, count in zip(*np.unique(found, return_counts=True), strict=True):
+        for reason, count in zip(*np.unique(self.outcomes(exhausted), return_counts=True), strict=True):
             if reason not in ("", "chosen"):
                 counts[str(reason)] = counts.get(str(reason), 0) + int(count)
         return counts
