@@ -296,6 +296,7 @@ class _Group:
     def __init__(self, owner: AlikeRows, rows: Ints, number: Ints, variant: Ints) -> None:
         self.owner, self.prices, self.number, self.variant = owner, owner.prices, number, variant
         self.rows = owner.space.rows[rows]
+        self._splits: dict[int, RankSplit] = {}
         self.zero, self.schedule = int(self.rows["zero"][0]), owner.space.schedules[int(self.rows["schedule"][0])]
         self.ranks = owner.pp_of_layout[self.rows["layout"]]
         self.passes = self.rows["num_micro_batches"].astype(np.int64)
@@ -331,8 +332,7 @@ class _Group:
     def _even_fill(self, settled: Settled, pp: int, members: Ints) -> Floats:
         """Bytes of the fullest rank of the even split, at the moments when it holds most."""
         units, schedule, passes = self.units.row(members), self.schedule, self.passes[members]
-        cost = pipeline_terms(self.prices, self.dp.row(members), units, zero=self.zero, passes=passes).cost_s
-        split = RankSplit(self.prices, schedule, cost, pp)
+        split = self._split(pp, members)
         saved, waiting = split.stages(units.saved_bytes), split.stages(units.weight_saved_bytes)
         states = split.ranks(settled.stays)
         full, least = states + split.ranks(settled.grads), np.zeros(len(members))
@@ -343,6 +343,16 @@ class _Group:
                 of_rank = np.stack([held[:, split.owner == rank].sum(axis=1) for rank in range(pp)], axis=1)
                 least[rows] = np.maximum(least[rows], np.where(of_rank > 0, base[rows] + of_rank, 0.0).max(axis=1))
         return np.where(split.complete, least, 0.0)
+
+    @cached_property
+    def _terms(self) -> PipelineTerms:
+        return pipeline_terms(self.prices, self.dp, self.units, zero=self.zero, passes=self.passes)
+
+    def _split(self, pp: int, rows: Ints) -> RankSplit:
+        """The even split of the group's rows with ``pp`` ranks."""
+        if pp not in self._splits:
+            self._splits[pp] = RankSplit(self.prices, self.schedule, self._terms.cost_s[rows], pp)
+        return self._splits[pp]
 
     def _single(self) -> Floats:
         owner, counts = self.owner, self.prices.counts
@@ -357,7 +367,7 @@ class _Group:
 
     def _pipelines(self) -> Floats:
         owner, variants = self.owner, self.owner.variants
-        terms = pipeline_terms(self.prices, self.dp, self.units, zero=self.zero, passes=self.passes)
+        terms = self._terms
         there, back = owner.messages(self.number, variants.column("boundary", self.variant).astype(np.int64))
         tied = variants.column("tied", self.variant)
         exchange = self.units.forward_exchange_s + self.units.backward_exchange_s
@@ -370,7 +380,7 @@ class _Group:
         local, device = variants.column("local", self.variant), owner.places[0].device
         for pp, rows in _groups(self.ranks):
             least[rows] = np.maximum(least[rows], rank_split_bound(
-                self.prices, self.schedule, terms.row(rows), ranks=pp, passes=self.passes[rows], there_s=there[rows],
+                self.prices, self._split(pp, rows), terms.row(rows), ranks=pp, passes=self.passes[rows], there_s=there[rows],
                 back_s=back[rows],
                 exchange_s=exchange[rows], dp=self.dp.row(rows), zero=self.zero, tied_s=tied[rows], local=local[rows],
                 device=device,

@@ -75,21 +75,16 @@ def alternatives(candidates: Candidates, chosen: Confirmed, top: int, out_of_tim
 def best_of(candidates: Candidates, mask: Mask, tries: int = TRIES_PER_KIND) -> Confirmed | None:
     """The fastest confirmed candidate of the masked rows, in bound order (within 3 %, and among the first ``tries``); ``None`` when
     none of these fits."""
-    bounds = candidates.bounds
-    rows = np.flatnonzero(mask & bounds.fits)
-    rows = rows[np.argsort(bounds.time_s[rows], kind="stable")]
     best: Confirmed | None = None
-    for row in rows[:tries].tolist():
-        if best is not None and float(bounds.time_s[row]) >= WORTH_A_TRY * best.step_time_s:
+    for row in candidates.nearest(np.flatnonzero(mask & candidates.bounds.fits), tries):
+        if best is not None and candidates.bound_s(row) >= WORTH_A_TRY * best.step_time_s:
             break
-        for improve in (candidates.prepare, candidates.refine):
-            improve(row)
-            if best is not None and candidates.bound_s(row) >= WORTH_A_TRY * best.step_time_s:
-                break
-        else:
-            found = candidates.confirm(row)
-            if isinstance(found, Confirmed) and (best is None or found.step_time_s < best.step_time_s):
-                best = found
+        candidates.refine(row)
+        if best is not None and candidates.bound_s(row) >= WORTH_A_TRY * best.step_time_s:
+            continue
+        found = candidates.confirm(row)
+        if isinstance(found, Confirmed) and (best is None or found.step_time_s < best.step_time_s):
+            best = found
     return best
 
 

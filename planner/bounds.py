@@ -20,7 +20,7 @@ from planner.prices import Floats, Prices, UnitPrices
 from planner.sites import Place, Site, alike, sites
 from planner.space import Layout, Rows, Space
 from planner.stage_memory import settled_bytes
-from planner.time_bounds import place_of, time_bounds
+from planner.time_bounds import place_choices, time_bounds
 
 
 @dataclass
@@ -96,16 +96,21 @@ class _LayoutBounds:
         """Write both bounds of these rows."""
         columns = np.stack([self.rows["zero"], self.rows["shard_group"], self.rows["schedule"]], axis=1).astype(np.int64)
         all_dp = self._sites(0)
-        places = [place_of(self.prices, site, int(self.combinations[0, 0])) for site in all_dp]
-        units = self._price(all_dp, places)
+        choices = place_choices(all_dp)
+        units = self._price(all_dp, [place for places in choices for place in places])
         count = len(next(iter(units.values())).forward_s)
         for zero, group, schedule in np.unique(columns, axis=0).tolist():
             stage_sites = self._sites(group) if group else all_dp
             fill, time_s = np.full(len(self.passes), np.inf), np.full(len(self.passes), np.inf)
-            fill[:count] = self._fill(stage_sites, units[places[0]], zero, schedule, count)
-            time_s[:count] = time_bounds(
-                self.prices, self.layout, self.space.schedules[schedule], stage_sites, places, units, zero=zero,
-                passes=self.passes[:count],
+            fill[:count] = self._fill(stage_sites, units[choices[0][0]], zero, schedule, count)
+            time_s[:count] = np.max(
+                [
+                    time_bounds(
+                        self.prices, self.layout, self.space.schedules[schedule], stage_sites, places, units, zero=zero,
+                        passes=self.passes[:count],
+                    )
+                    for places in choices
+                ], axis=0,
             )  # fmt: skip
             chosen = (columns == (zero, group, schedule)).all(axis=1)
             picked = self.combination_of_row[chosen]

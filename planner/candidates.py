@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.assemble import Assembler
 from planner.bounds import Bounds
 from planner.layout import Pool
@@ -16,6 +19,9 @@ from planner.strategy_text import Strategy
 from simulator.predict import fits, predict
 from specs.plan import Plan
 from specs.prediction import Prediction
+
+# Rows that get their close bound when the nearest ones of many are asked for.
+CLOSE_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,21 @@ class Candidates:
         return max(
             float(self.bounds.time_s[row]), path_s, *(item.bound_s for item in known if isinstance(item, (Prepared, Refined))), 0.0
         )
+
+    def simulated(self, row: int) -> Confirmed | None:
+        """Its simulation, where there was one and it fits."""
+        found = self._confirmed.get(row)
+        return found if isinstance(found, Confirmed) else None
+
+    def nearest(self, rows: NDArray[np.int64], count: int) -> list[int]:
+        """The ``count`` best of ``rows`` by their close bounds, split and path known as far as that is cheap; those that fit."""
+        rows = rows[np.argsort(self.bounds.time_s[rows], kind="stable")][:CLOSE_AT_ONCE]
+        self.bounds.come_closer(np.sort(rows))
+        rows = rows[self.bounds.fits[rows] & np.isfinite(self.bounds.time_s[rows])]
+        ordered = rows[np.argsort(self.bounds.time_s[rows], kind="stable")][: 4 * count].tolist()
+        fitting = [row for row in ordered if isinstance(self.prepare(row), Prepared)]
+        self.trace(fitting)
+        return sorted(fitting, key=lambda row: (self.bound_s(row), row))[:count]
 
     def confirm(self, row: int) -> Confirmed | DoesNotFit:
         """Its plan, simulated; :class:`DoesNotFit` when it needs more memory than there is."""

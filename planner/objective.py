@@ -40,12 +40,9 @@ class ObjectiveFunction:
 
     def _of(self, place: DevicePlace) -> float:
         """Dollars a second, or watts, of one device."""
-        group, device = self.cluster.nodes[place.group], self.cluster.device_type(place.device)
         if self.kind == Objective.ENERGY:
-            return device.tdp_w or 0.0
-        if group.price_usd_per_hour is not None:
-            return group.price_usd_per_hour / (group.devices_per_node or 1) / 3600
-        return (device.price_usd_per_hour or 0.0) / 3600
+            return self.cluster.device_type(place.device).tdp_w or 0.0
+        return _usd_per_s(self.cluster, place) or 0.0
 
     def _check(self) -> None:
         """Every device has the number that the objective needs; raises :class:`InvalidInput`."""
@@ -60,6 +57,25 @@ class ObjectiveFunction:
             code="missing_for_objective", loc=("cluster", "nodes", place.group), actual=None,
             message=f"objective {self.kind.value} needs '{key}' of '{place.device}'",
         )  # fmt: skip
+
+
+def price_usd_per_s(cluster: ClusterSpec, pool: Pool) -> float | None:
+    """Dollars a second of a pool, ``None`` where the price of some device is not given."""
+    kinds: dict[tuple[int, str], int] = {}
+    for place in pool.places:
+        kinds[place.group, place.device] = kinds.get((place.group, place.device), 0) + 1
+    one_of = {(place.group, place.device): place for place in pool.places}
+    prices = [(_usd_per_s(cluster, one_of[kind]), count) for kind, count in kinds.items()]
+    if any(price is None for price, _ in prices):
+        return None
+    return sum((price or 0.0) * count for price, count in prices)
+
+
+def _usd_per_s(cluster: ClusterSpec, place: DevicePlace) -> float | None:
+    group, device = cluster.nodes[place.group], cluster.device_type(place.device)
+    if group.price_usd_per_hour is not None:
+        return group.price_usd_per_hour / (group.devices_per_node or 1) / 3600
+    return None if device.price_usd_per_hour is None else device.price_usd_per_hour / 3600
 
 
 class RowValues:

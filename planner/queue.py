@@ -16,7 +16,7 @@ from planner.refine import DoesNotFit, Prepared
 # Levels of a candidate on the heap: close bound known, split to be found by the stage program, split known and its path walked.
 CLOSE, PREPARED, READY = range(3)
 # Rows that get their close bound, and candidates that get their split, at a time.
-CLOSE_AT_ONCE = 8192
+CLOSE_AT_ONCE = 16384
 PREPARE_AT_ONCE = 32
 
 

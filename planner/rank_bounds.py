@@ -21,12 +21,12 @@ Ints = NDArray[np.int64]
 
 
 def rank_split_bound(
-    prices: Prices, schedule: Schedule, terms: PipelineTerms, *, ranks: int, passes: Ints, there_s: Floats, back_s: Floats,
+    prices: Prices, split: RankSplit, terms: PipelineTerms, *, ranks: int, passes: Ints, there_s: Floats, back_s: Floats,
     exchange_s: Floats, dp: DataParallel, zero: int, tied_s: Floats, local: Floats, device: tuple[str, float],
 ) -> Floats:  # fmt: skip
-    """Least step time per row; 0 where a stage is left without a unit: the split is then another one. ``terms``: [row, kind];
-    ``dp``: of the rows; ``local``: parameters whose states a rank keeps, per unit."""
-    split, name, m = RankSplit(prices, schedule, terms.cost_s, ranks), schedule.name, passes[:, None]
+    """Least step time per row; 0 where a stage is left without a unit: the split is then another one. ``split``: theirs;
+    ``terms``: [row, kind]; ``dp``: of the rows; ``local``: parameters whose states a rank keeps, per unit."""
+    name, m = split.schedule.name, passes[:, None]
     apart = splits(name)
     forward, backward = split.stages(terms.forward_s), split.stages(terms.input_s if apart else terms.backward_s)
     work = split.ranks(terms.work_s(name) - (exchange_s if SCHEDULES[name].overlaps else 0.0))

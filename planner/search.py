@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.alternatives import alternatives
 from planner.assemble import Assembler
@@ -29,6 +30,7 @@ from planner.queue import CLOSE, READY, Queue
 from planner.refine import DoesNotFit
 from planner.space import Space, enumerate_space
 from planner.strategy_text import parse_fields
+from planner.table import CandidateTable, ParetoPoint, pareto_front
 from simulator.cost_model import CostModel
 from specs.answer import PlanAnswer, SearchRecord, Status
 from specs.cluster import ClusterSpec
@@ -42,7 +44,8 @@ from specs.training import TrainingSpec
 class SearchOptions:
     """How to search.
 
-    ``time_limit_s``: wall time, ``None`` = none. ``top``: alternatives to list. ``seed``: of the solver. ``strategy``: fields that
+    ``time_limit_s``: wall time, ``None`` = none. ``top``: alternatives to list. ``explain``: say what each choice gains
+    (simulates its neighbours). ``seed``: of the solver. ``strategy``: fields that
     the plan must have (``"pp=2 zero=1"``); the others are searched. ``confirm_at_most``: simulations before the answer is called
     feasible instead of optimal. ``tolerance``: a plan within this share of the bound is called optimal.
     """
@@ -51,6 +54,7 @@ class SearchOptions:
     top: int = 5
     seed: int = 0
     strategy: str | None = None
+    explain: bool = True
     confirm_at_most: int = 500
     tolerance: float = 0.0
 
@@ -70,7 +74,35 @@ def search(
     Infeasible is an answer that names the limit and what would lift it. Raises :class:`InvalidInput` when ``options.strategy``
     does not read or the search does not know its schedule, or the objective needs a price or power that the cluster does not give.
     """
-    return _Search(graph, cluster, workload, profile, options, progress, cost_model).run()
+    return explore(graph, cluster, workload, profile, options, progress, cost_model=cost_model).answer
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """A search that has ended: its answer, and all of its candidates with what became of them."""
+
+    answer: PlanAnswer
+    table: CandidateTable
+
+    def pareto_front(self) -> list[ParetoPoint]:
+        """The best plans by time, memory, devices and cost (``planner.table.pareto_front``)."""
+        return pareto_front(self.table.candidates)
+
+
+def explore(
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    workload: TrainingSpec,
+    profile: Profile | None = None,
+    options: SearchOptions = SearchOptions(),
+    progress: ProgressSink = ignore,
+    *,
+    cost_model: CostModel | None = None,
+) -> Exploration:
+    """:func:`search`, with all candidates."""
+    run = _Search(graph, cluster, workload, profile, options, progress, cost_model)
+    answer = run.run()
+    return Exploration(answer, CandidateTable(run.candidates, run.outcomes(answer.status in ("optimal", "infeasible"))))
 
 
 class _Search:
@@ -171,8 +203,14 @@ class _Search:
         bound_value = min(self.best_value, self.queue.least_value())
         gap = self.best_value / bound_value - 1 if bound_value > 0 else None
         best_bound_s = self.best.step_time_s / (1 + gap) if gap is not None else 0.0
-        others = [] if self._out_of_time() else alternatives(self.candidates, self.best, self.options.top, self._out_of_time)
-        lines = [] if self._out_of_time() else explain(self.candidates, self.best, others, self.fixed, self._out_of_time)
+        others = []
+        if self.options.top and not self._out_of_time():
+            others = alternatives(self.candidates, self.best, self.options.top, self._out_of_time)
+        lines = (
+            []
+            if self._out_of_time() or not self.options.explain
+            else explain(self.candidates, self.best, others, self.fixed, self._out_of_time)
+        )
         self._tell("done", f"{self.best.step_time_s:.4f} s", strategy=self.best.plan.strategy, best_bound_s=best_bound_s, gap=gap)
         return PlanAnswer(
             status="optimal" if exhausted else "feasible", plan=self.best.plan, prediction=self.best.prediction,
@@ -181,11 +219,14 @@ class _Search:
             assumptions=tuple(assumptions(self.prices, self.best)), explanation=tuple(lines),
         )  # fmt: skip
 
+    def outcomes(self, exhausted: bool) -> NDArray[np.str_]:
+        """What became of each row."""
+        return self.queue.outcomes(self.outcome, None if self.best is None else self.best.row, exhausted)
+
     def _rejected(self, exhausted: bool) -> dict[str, int]:
         """Counts by reason: broken rules, memory, the limit on step time, simulated and slower, bounded out."""
         counts = dict(self.space.rejected)
-        found = self.queue.outcomes(self.outcome, None if self.best is None else self.best.row, exhausted)
-        for reason, count in zip(*np.unique(found, return_counts=True), strict=True):
+        for reason, count in zip(*np.unique(self.outcomes(exhausted), return_counts=True), strict=True):
             if reason not in ("", "chosen"):
                 counts[str(reason)] = counts.get(str(reason), 0) + int(count)
         return counts

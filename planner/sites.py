@@ -89,7 +89,7 @@ def first_site(model: CostModel, pool: Pool, degrees: Degrees, *, pp: int) -> Si
 def alike(pool: Pool, pp: int) -> bool:
     """Whether all pipeline ranks lie on the nodes in the same way."""
     if not pool.uniform:
-        return pp == 1
+        return False
     size, nodes = pool.size // pp, pool.node_size
     return nodes is not None and (size % nodes == 0 or nodes % size == 0)
 

@@ -277,7 +277,12 @@ class _Enumeration:
             self._runs[key] = (numbers, broken)
         numbers, broken = self._runs[key]
         self._reject(broken)
-        return numbers
+        if layout.pool.uniform or "schedule" in self.fixed:
+            return numbers
+        # Over unlike devices each 1F1B or GPipe candidate needs an integer program, and GPipe, which holds every micro-batch, can
+        # only win where messages are long: there it is tried with too few micro-batches for 1F1B alone.
+        few = sequences // size < layout.pp
+        return [number for number in numbers if few or self.schedules[number].name != "gpipe"]
 
     def _possible(self, pp: int) -> list[Schedule]:
         """Schedules with the chunks that share a rank's layers evenly."""

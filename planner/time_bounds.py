@@ -25,14 +25,17 @@ from planner.stage_ends import first_stage_ends_s
 from planner.stages import PROGRAM_SCHEDULES, pipeline_bound_s
 from planner.terms import PipelineTerms, data_parallel, pipeline_terms, single_stage_s, step_ends
 from simulator.network import GroupShape
-from simulator.unit_cost import RecomputeChoice
 from specs.schedule import SCHEDULES
 
 
-def place_of(prices: Prices, site: Site, batch: int) -> Place:
-    """The place of a stage; of several device types the slowest one stands for the stage."""
-    name, _ = prices.slowest(site, False, batch, RecomputeChoice())
-    return Place((name, dict(site.devices)[name]), site.tp_shape, site.split)
+def place_choices(stage_sites: Sequence[Site]) -> list[list[Place]]:
+    """Places of the ranks by the first device type of each, by the second, and so on: a rank is as slow as its slowest device,
+    which may be another one for every micro-batch, so each choice bounds the step."""
+    most = max(len(site.devices) for site in stage_sites)
+    return [
+        [Place(site.devices[min(index, len(site.devices) - 1)], site.tp_shape, site.split) for site in stage_sites]
+        for index in range(most)
+    ]
 
 
 def time_bounds(
