@@ -38,6 +38,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts_zero3_recompute": ("mixtral", {"dp": 2, "ep": 2, "zero": 3, "recompute": FULL, **TWICE}),
     "experts_uneven": ("mixtral", {"dp": 2, "ep": 2, **UNEVEN}),
     "experts_ring": ("mixtral", {"cp": 2, "ep": 2, **TWICE}),
+    "experts_split_over_tp_sequence_parallel": ("mixtral", {"tp": 2, "sequence_parallel": True, **TWICE}),
     "experts_whole_over_tp": ("mixtral", {"tp": 2, "ep": 2, "whole_experts": True, "sequence_parallel": True, **TWICE}),
 }
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,6 +59,7 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts_replicated_zero3": ("mixtral", {"dp": 4, "ep": 2, "zero": 3, **TWICE}),
     "experts_dp_ring": ("mixtral", {"dp": 2, "cp": 2, "ep": 4, **TWICE}),
     "experts_tp": ("mixtral", {"dp": 2, "tp": 2, "ep": 2, **TWICE}),
+    "experts_tp_sequence_parallel": ("mixtral", {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True, "zero": 2, **TWICE}),
     "experts_whole_over_tp_and_dp": (
         "mixtral", {"dp": 2, "tp": 2, "ep": 2, "whole_experts": True, "sequence_parallel": True, "zero": 1, **TWICE},
     ),
@@ -180,6 +182,13 @@ def test_experts_travel_as_charged(zero: int, choices: dict[str, Any]) -> None:
     assert sent["ep"] - counts == pytest.approx(2 * charged["exchange"])
 
 
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_tensor_parallel_reduces_what_is_charged(model: str) -> None:
+    plan = plan_of(model, tp=2, **TWICE)
+    got = compare_with_reference(model, plan)
+    assert sent_bytes(plan, got["records"])["tp"] == charged_bytes(plan, model)["tp"]
+
+
 @pytest.mark.parametrize(("recompute", "passes"), [(RecomputeMode.NONE, 3), (FULL, 4)])
 def test_keys_and_values_travel_as_charged(recompute: RecomputeMode, passes: int) -> None:
     """In forward once, in backward once, their gradients once; once more where the forward runs again."""
@@ -208,7 +217,6 @@ def test_shards_by_groups_sync_in_two_hops() -> None:
     ("llama", {"cp": 8, "context_parallel": "ulysses"}, "heads_divisible_by_cp"),
     ("mixtral", {"dp": 4, "ep": 3}, "ep_divides_ranks"),
     ("mixtral", {"dp": 2, "tp": 2, "ep": 4, "whole_experts": True}, "whole_experts"),
-    ("mixtral", {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True}, "not_executable"),
 ])  # fmt: skip
 def test_plans_that_cannot_run_are_refused_with_numbers(model: str, choices: dict[str, Any], code: str) -> None:
     from executor.support import require_supported
