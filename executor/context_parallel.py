@@ -2,7 +2,7 @@
 
 A unit needs no change: while its forward runs, ``scaled_dot_product_attention`` becomes attention over the whole sequence (a
 ring, or Ulysses' exchange of the sequence for heads, arXiv 2309.14509), and ``arange(length of the local part)``, by which a unit
-numbers the positions of its sequence, counts the positions that are here.
+numbers the positions of its sequence, counts the positions that are here (an ``arange`` with a start is let be).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _splits(
 def _by_expert(received_counts: Tensor, num_rows: int) -> Tensor:
     """What comes rank by rank, and there expert by expert, in the order of the experts."""
     ranks, experts = received_counts.shape
-    expert = torch.arange(experts, device=received_counts.device).repeat(ranks)
+    expert = torch.arange(0, experts, device=received_counts.device).repeat(ranks)  # two bounds: no positions of a sequence
     return torch.argsort(expert.repeat_interleave(received_counts.flatten(), output_size=num_rows), stable=True)
 
 

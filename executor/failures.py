@@ -43,14 +43,14 @@ def failure_of(folder: Path, job: Job, launcher_status: int) -> ExecutionFailed:
             f"rank {rank} ended with status {report.exit_codes[rank]} and no error of its own{_log(folder, rank)}"
         )
     status = report.error or f"status {launcher_status}"
-    return ExecutionFailed(f"the launcher failed: {status}\n{_tail(folder / 'logs' / 'launcher.txt')}".rstrip())
+    return ExecutionFailed(f"the launcher failed: {status}\n{_tail(folder / 'logs' / 'launcher0.txt')}".rstrip())
 
 
 def _launch_report(folder: Path) -> LaunchReport:
-    try:
-        return LaunchReport.model_validate_json((folder / "launch.json").read_text())
-    except OSError:
-        return LaunchReport()
+    """Of all nodes together."""
+    reports = [LaunchReport.model_validate_json(path.read_text()) for path in sorted(folder.glob("launch*.json"))]
+    codes = {rank: code for report in reports for rank, code in report.exit_codes.items()}
+    return LaunchReport(exit_codes=codes, error=next((report.error for report in reports if report.error), None))
 
 
 def _rank_errors(folder: Path, world_size: int) -> list[RankError]:

@@ -8,7 +8,7 @@ file                   content
 ``rank{r}.state``      the step that rank ``r`` is in, for naming a rank that hangs
 ``rank{r}.result.json``  :class:`RankResult`
 ``rank{r}.error.json``   :class:`RankError`: why the rank failed, in its own words
-``launch.json``        exit codes of failed workers, as torch elastic saw them
+``launch{n}.json``     exit codes of failed workers of node ``n``, as torch elastic saw them
 ``logs/``              what the workers and the launcher wrote to stdout and stderr
 =====================  ==========================================================================
 """
@@ -28,8 +28,18 @@ from specs.plan import Plan
 from specs.training import TrainingSpec
 
 
+class LaunchedNode(Spec):
+    """A node of the run: how many ranks, in the order of the nodes, and its address."""
+
+    num_ranks: int = Field(ge=1)
+    address: str = "127.0.0.1"
+
+
 class Job(Spec):
-    """One run. ``allow_factory``: the graph may name code on this machine. ``pin``: bind each worker to a core."""
+    """One run. ``allow_factory``: the graph may name code on this machine. ``pin``: bind each worker to a core.
+
+    ``nodes``: empty for one. ``dilation``: how much slower each rank shall be. ``groups``: the control group that each rank joins.
+    """
 
     plan: Plan
     graph: ModelGraph
@@ -41,6 +51,10 @@ class Job(Spec):
     allow_factory: bool = False
     pin: bool = True
     probe: bool = True
+    nodes: tuple[LaunchedNode, ...] = ()
+    port: int = Field(default=0, description="where nodes meet, on the first one; 0: any")
+    dilation: tuple[float, ...] = ()
+    groups: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, folder: Path) -> Job:

@@ -26,6 +26,7 @@ from executor.data_parallel import (
     RehearsedBuckets,
     all_reduce_gradients,
 )
+from executor.emulate.dilation import DilatedTimers, DilatedUnit
 from executor.expert_parallel import EpContext, apply_expert_parallel
 from executor.fsdp import ShardedDataParallel, UnitGroup
 from executor.groups import Groups, create_groups
@@ -165,6 +166,8 @@ class _Builder:
         for _, stage in stages:
             for number in range(stage.first_unit, stage.first_unit + stage.num_units):
                 units[number] = recompute_unit(units[number], stage.recompute_of(number), self.timers)
+        if isinstance(self.timers, DilatedTimers):
+            units = {number: DilatedUnit(unit, self.timers) for number, unit in units.items()}
         modules = {index: self._module(stage, units) for index, stage in stages}
         sharded = {index: self._shard(stage, modules[index]) for index, stage in stages} if self.zero else {}
         self.dry, self.allocation = draw is None and allocation is None, allocation

@@ -165,13 +165,6 @@ _NOT_SPLIT = {"latent": "latent attention, whose rotary keys all heads share", "
 
 
 def _mixer_violations(stage: Stage, index: int, graph: ModelGraph) -> Iterator[Violation]:
-    mesh = stage.mesh
-    if mesh.tp > 1 and stage.sequence_parallel and graph.attributes.get("experts") and not (mesh.whole_experts and mesh.ep > 1):
-        yield _violation(
-            "not_executable", "sequence_parallel of experts that are split over tp is planned and simulated, but not executed; "
-            "with ep > 1 and whole_experts it is", "pipelines", 0, "stages", index, "sequence_parallel", actual=True,
-            allowed=[False],
-        )  # fmt: skip
     for name, words in _NOT_SPLIT.items():
         if stage.mesh.tp > 1 and graph.attributes.get(name):
             yield _violation(

@@ -50,6 +50,10 @@ class SharedInput:
         """Forward pre-hook of a module that takes its sizes from its input and so must see the whole sequence."""
         return (self.enter(args[0]), *args[1:])
 
+    def leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Forward hook of a module whose output is a partial sum as a whole."""
+        return self.leave(output)
+
     def leave(self, x: Tensor) -> Tensor:
         """A partial sum, made whole (or split along the sequence)."""
         self.forget()
@@ -75,7 +79,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A part of the sum over the inputs: ``(B, S, in / tp) -> (B, S, out)``. The bias is added to the complete sum."""
+    """A part of the sum over the inputs: ``(B, S, in / tp) -> (B, S, out)``. The bias is added to the complete sum.
+    ``stays_partial``: a module around it makes the sum complete."""
+
+    stays_partial = False
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, shared: SharedInput) -> None:
         super().__init__()
@@ -85,6 +92,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and reduce."""
+        if self.stays_partial:
+            return F.linear(x, self.weight)
         whole = self.shared.leave(F.linear(x, self.weight))
         return whole if self.bias is None else whole + self.bias
 
@@ -158,6 +167,8 @@ class _ParallelCalls(TorchFunctionMode):
             if func is F.embedding and dim == 0:
                 first, _ = shard_bounds(shape[0], self._shared.tp.rank, self._shared.tp.size)
                 return vocab_parallel_embedding(args[0], args[1], first, self._shared)
+            if func is torch._grouped_mm and self._shared.tp.sequence_parallel:
+                return func(*args, **(kwargs or {}))  # the mixture around it enters and leaves
             if func is torch._grouped_mm and dim == 2:
                 return func(self._shared.enter(args[0]), *args[1:], **(kwargs or {}))
             if func is torch._grouped_mm and dim == 1:
@@ -222,9 +233,11 @@ class _UnitConverter:
                 shape = local_shape(place.full_shape, place.tp_dim, tp.rank, tp.size)
                 place.module._parameters[place.name] = self.meta.replace(place.parameter, shape)
         bare, vocab = [], None
+        mixtures = self._mixtures()
+        inside = {id(part) for mixture in mixtures for part in mixture.modules()}
         for module in {id(place.module): place.module for place in self.places}.values():
             own = {place.name: place for place in self.places if place.module is module}
-            replacement = self._replacement(module, own)
+            replacement = self._replacement(module, own, in_mixture=id(module) in inside)
             if replacement is not None:
                 self._replace(module, replacement, own)
                 weight = own["weight"]
@@ -233,6 +246,8 @@ class _UnitConverter:
             else:
                 bare += [place for place in own.values() if place.tp_dim is not None]
         self._enter_whole_modules()
+        for mixture in mixtures:
+            self._surround(mixture)
         return ParallelUnit(self.unit, bare, vocab, self.shared) if bare or vocab is not None else self.unit
 
     def _enter_whole_modules(self) -> None:
@@ -244,18 +259,43 @@ class _UnitConverter:
             if parent is not self.unit and any(isinstance(child, ColumnParallelLinear) for child in parent.children()):
                 parent.register_forward_pre_hook(self.shared.enter_module)
 
+    def _mixtures(self) -> list[nn.Module]:
+        """Under sequence parallel: the modules that route tokens to experts that are split over tp."""
+        if not self.shared.tp.sequence_parallel:
+            return []
+        stacked = {id(place.module) for place in self.places if place.tp_dim is not None and len(place.full_shape) == 3}
+        return [part for part in self.unit.modules() if any(id(child) in stacked for child in part.children())]
+
+    def _surround(self, mixture: nn.Module) -> None:
+        """Every rank routes the whole sequence and computes a part of each expert, so that the output, and with it the gradient of
+        everything inside, is a partial sum. It is completed once, at the end."""
+        if mixture is self.unit:
+            self._violation(self.places[0], "sequence parallel needs the experts in a module of their own within the unit")
+            return
+        for part in mixture.modules():
+            if isinstance(part, RowParallelLinear):
+                part.stays_partial = True
+            biased = isinstance(part, (nn.Linear, RowParallelLinear)) and part.bias is not None
+            if biased:  # every rank would add it
+                self._violation(
+                    self.places[0], "sequence parallel of a mixture of experts has no rule for a bias after its experts"
+                )
+        mixture.register_forward_pre_hook(self.shared.enter_module)
+        mixture.register_forward_hook(self.shared.leave_module)
+
     def _is_tail(self) -> bool:
         """The unit that computes the loss has no row-parallel product after its head."""
         return not any(place.tp_dim == 1 for place in self.places)
 
-    def _replacement(self, module: nn.Module, own: dict[str, ParamPlace]) -> nn.Module | None:
+    def _replacement(self, module: nn.Module, own: dict[str, ParamPlace], *, in_mixture: bool) -> nn.Module | None:
         tp = self.shared.tp
         weight = own.get("weight")
         if isinstance(module, nn.Linear) and weight is not None and weight.tp_dim == 0:
             return ColumnParallelLinear(module.weight, module.bias, self.shared)
         if isinstance(module, nn.Linear) and weight is not None and weight.tp_dim == 1:
             return RowParallelLinear(module.weight, module.bias, self.shared)
-        if isinstance(module, nn.Linear) and tp.sequence_parallel and own["weight"].fqn not in self.token_wise:
+        whole_is_fine = in_mixture or own[next(iter(own))].fqn in self.token_wise
+        if isinstance(module, nn.Linear) and tp.sequence_parallel and not whole_is_fine:
             self._violation(own["weight"], "sequence parallel needs every product split; this linear is replicated")
         if isinstance(module, nn.Embedding) and weight is not None and weight.tp_dim == 0:
             first, _ = shard_bounds(weight.full_shape[0], tp.rank, tp.size)

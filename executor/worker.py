@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from executor.batch import DataSource, vocabulary_size
+from executor.emulate.dilation import DilatedTimers
+from executor.emulate.quotas import join_group
 from executor.failures import is_consequence
 from executor.groups import create_groups
 from executor.job import Job, RankError, RankResult, write_json
@@ -38,7 +40,9 @@ def worker_main(folder: str) -> None:
         signal.signal(number, signal.SIG_DFL)  # the launcher's handlers, inherited by the fork, would turn these into errors
     try:
         job = Job.load(path)
-        prepare_worker(int(os.environ["LOCAL_RANK"]), parent_pid=int(os.environ[LAUNCHER_PID]), pin=job.pin)
+        # nodes that are made of one machine share its cores
+        core = rank if job.nodes else int(os.environ["LOCAL_RANK"])
+        prepare_worker(core, parent_pid=int(os.environ[LAUNCHER_PID]), pin=job.pin)
         log = StepLog(path, rank)
         write_json(path / f"rank{rank}.result.json", run_rank(job, rank, log))
     except BaseException as error:
@@ -64,9 +68,11 @@ def run_rank(job: Job, rank: int, log: StepLog) -> RankResult:
     memory = MemoryMeter(device)
     program = materialize(
         job.plan, model_from_graph(job.graph, allow_factory=job.allow_factory), job.graph, job.workload, rank, device=device,
-        timers=Timers(), timeout_s=job.collective_timeout_s, groups=groups,
+        timers=DilatedTimers(job.dilation[rank]) if job.dilation else Timers(), timeout_s=job.collective_timeout_s, groups=groups,
     )  # fmt: skip
     data = DataSource(job.workload, vocabulary_size(job.graph))
+    if job.groups:
+        join_group(job.groups[rank])  # not before: starting up need not be slow
     probe = job.probe and device.type == "cpu"  # it is CPU work: it says nothing about the speed of a GPU
     result = Trainer(program, data, memory, log, device).run(steps=job.steps, warmup_steps=job.warmup_steps, probe=probe)
     dist.barrier()

@@ -77,6 +77,16 @@ class Engine:
             for index, name in enumerate(self._names)
         ]  # fmt: skip
 
+    def dependencies(self) -> list[list[int]]:
+        """For each task, those that it was queued after."""
+        found: list[list[int]] = [[] for _ in self._streams]
+        for source, first in enumerate(self._first_edge):
+            edge = first
+            while edge >= 0:
+                waiting, edge = self._edges[edge], self._edges[edge + 1]
+                found[waiting].append(source)
+        return found
+
     def stream(self, name: str) -> int:
         """A new in-order stream."""
         self.stream_names.append(name)

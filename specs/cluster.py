@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -112,6 +112,24 @@ class PairLink(Spec):
     latency_s: float | None = None
 
 
+class Emulation(Spec):
+    """How one machine stands for this cluster. Only the emulator reads it: what is predicted comes from measuring inside.
+
+    ``slow_by``: ``quota`` gives each rank a share of its core (needs root), ``dilation`` has each rank sleep after its own compute.
+    Uplinks and links between pairs of nodes are limited in both directions (needs root).
+    """
+
+    slow_by: Literal["quota", "dilation"] = "dilation"
+    slowdown: dict[int, float] = Field(default={}, description="device -> how much slower than this machine; 1 where not named")
+    uplink_bytes_per_s: dict[int, float] = Field(default={}, description="node -> rate of its uplink; not limited where not named")
+    pair_links: tuple[PairLink, ...] = ()
+
+    @property
+    def has_links(self) -> bool:
+        """Whether nodes are apart, with links of limited rate."""
+        return bool(self.uplink_bytes_per_s or self.pair_links)
+
+
 class ClusterSpec(Document):
     """A cluster. Devices are numbered node by node in the order of ``nodes``; that number is the global rank of a device."""
 
@@ -124,6 +142,7 @@ class ClusterSpec(Document):
     mean_time_between_failures_s: float | None = Field(default=None, description="of one device")
     backend: str = Field(default="nccl", description="nccl | gloo")
     profile: str | None = Field(default=None, description="content hash of the profile measured on this cluster, if any")
+    emulation: Emulation | None = Field(default=None, description="made of one machine in this way; None: a cluster of its own")
 
     @model_validator(mode="after")
     def _described(self) -> ClusterSpec:

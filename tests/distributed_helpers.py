@@ -21,6 +21,7 @@ import torch.distributed as dist
 from profiler.worker_env import die_with_parent
 
 COLLECTIVE_TIMEOUT_S = 20.0
+CALLS_OF_A_POOL = 16
 
 
 class RankFailed(AssertionError):
@@ -59,7 +60,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 class RankPool:
     """Ranks that stay in one process group for many calls; after a failure the next call gets new ones.
 
-    Groups that a call creates stay too: torch remembers device meshes, and looks their groups up again.
+    Groups that a call creates stay too: torch remembers device meshes, and looks their groups up again. Each has threads and
+    sockets, so after some calls the ranks are replaced.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -67,12 +69,15 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory()
-        self._starts = 0
+        self._starts = self._calls = 0
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """``function(rank, *args)`` on each rank; what each returned. ``function`` is found by its name in its module."""
+        if self._calls == CALLS_OF_A_POOL:
+            self.close()
         if not self._processes:
             self._start()
+        self._calls += 1
         try:
             for pipe in self._pipes:
                 pipe.send((function, args))
@@ -88,7 +93,7 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._calls = [], [], 0
 
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")

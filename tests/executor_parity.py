@@ -17,7 +17,7 @@ from profiler.sources import model_from_graph
 from specs.graph import ModelGraph
 from specs.plan import Plan
 from specs.training import TrainingSpec
-from tests.distributed_helpers import COLLECTIVE_TIMEOUT_S, RankPool, run_ranks
+from tests.distributed_helpers import COLLECTIVE_TIMEOUT_S, RankPool
 from tests.executor_models import graph_of
 
 SEQ_LEN = 16
@@ -106,15 +106,18 @@ def run_program(rank: int, plan: Plan, graph: ModelGraph, workload: TrainingSpec
     return {"losses": losses, "gradients": gradients, "parameters": parameters, "record": record}
 
 
-def compare_with_reference(model: str, plan: Plan, precision: str = "fp32", pool: RankPool | None = None) -> dict[str, Any]:
-    """Run ``plan`` on its ranks (those of ``pool``, if given) and assert parity; returns rank 0's results, and as ``records`` what
-    every rank counted in its last step."""
+@lru_cache
+def pool_of(world_size: int) -> RankPool:
+    """One set of ranks per world size for all parity tests; they end with this process."""
+    return RankPool(world_size)
+
+
+def compare_with_reference(model: str, plan: Plan, precision: str = "fp32") -> dict[str, Any]:
+    """Run ``plan`` on its ranks and assert parity; returns rank 0's results, as ``records`` what every rank counted in its last
+    step, and as ``errors`` the largest ones."""
     graph, workload = graph_of(model), workload_for(plan.global_batch, precision)
     expected = reference(model, plan.global_batch, precision)
-    if pool is not None:
-        results = pool.run(run_program, plan, graph, workload)
-    else:
-        results = run_ranks(run_program, plan.world_size, plan, graph, workload)
+    results = pool_of(plan.world_size).run(run_program, plan, graph, workload)
     got = results[0]
     tolerance = TOLERANCES[workload.precision.param_dtype]
     for step, (value, wanted) in enumerate(zip(got["losses"], expected.losses, strict=True)):
@@ -123,7 +126,24 @@ def compare_with_reference(model: str, plan: Plan, precision: str = "fp32", pool
     rate = workload.optimizer.learning_rate
     problems += _differences(got["parameters"], stepped(model, precision, got["gradients"]), tolerance.parameter, rate)
     assert not problems, "\n".join(problems[:20])
-    return {**got, "records": [item["record"] for item in results]}
+    errors = {
+        "loss": max(abs(value - wanted) / abs(wanted) for value, wanted in zip(got["losses"], expected.losses, strict=True)),
+        "gradient": _largest(got["gradients"], expected.gradients, None),
+        "parameter": _largest(got["parameters"], stepped(model, precision, got["gradients"]), rate),
+    }
+    return {**got, "records": [item["record"] for item in results], "errors": errors}
+
+
+def _error(got: torch.Tensor, wanted: torch.Tensor, largest: float, scale: float | None) -> tuple[float, float]:
+    """Largest error, and what it is measured in: ``scale``, or the largest value of the tensor (at least 1e-4 of that of all)."""
+    unit = scale if scale is not None else max(float(wanted.abs().max()), 1e-4 * largest)
+    return float((got.float() - wanted.float()).abs().max()), unit
+
+
+def _largest(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], scale: float | None) -> float:
+    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+    found = [_error(got[name], wanted[name], largest, scale) for name in wanted]
+    return max(error / unit for error, unit in found)
 
 
 def _differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float, scale: float | None) -> list[str]:
@@ -134,8 +154,7 @@ def _differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], 
         if got[name].shape != wanted[name].shape:
             problems.append(f"{name} has shape {tuple(got[name].shape)}, not {tuple(wanted[name].shape)}")
             continue
-        error = float((got[name].float() - wanted[name].float()).abs().max())
-        unit = scale if scale is not None else max(float(wanted[name].abs().max()), 1e-4 * largest)
+        error, unit = _error(got[name], wanted[name], largest, scale)
         if not error <= tolerance * unit:
             problems.append(f"{name}: largest error {error:.3e}, {error / unit:.2e} of {unit:.3e}")
     return problems

@@ -3,7 +3,6 @@ bytes that the ranks exchange against those that the simulator charges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from simulator.predict import predict
 from simulator.stage_cost import stage_cost
 from specs.errors import InvalidInput
 from specs.plan import Plan, RecomputeMode, RecomputeRun
-from tests.distributed_helpers import RankPool
 from tests.executor_models import graph_of
 from tests.executor_parity import SEQ_LEN, compare_with_reference, workload_for
 from tests.plans import gpu_cluster, make_plan
@@ -40,6 +38,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts_zero3_recompute": ("mixtral", {"dp": 2, "ep": 2, "zero": 3, "recompute": FULL, **TWICE}),
     "experts_uneven": ("mixtral", {"dp": 2, "ep": 2, **UNEVEN}),
     "experts_ring": ("mixtral", {"cp": 2, "ep": 2, **TWICE}),
+    "experts_split_over_tp_sequence_parallel": ("mixtral", {"tp": 2, "sequence_parallel": True, **TWICE}),
     "experts_whole_over_tp": ("mixtral", {"tp": 2, "ep": 2, "whole_experts": True, "sequence_parallel": True, **TWICE}),
 }
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,6 +59,7 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts_replicated_zero3": ("mixtral", {"dp": 4, "ep": 2, "zero": 3, **TWICE}),
     "experts_dp_ring": ("mixtral", {"dp": 2, "cp": 2, "ep": 4, **TWICE}),
     "experts_tp": ("mixtral", {"dp": 2, "tp": 2, "ep": 2, **TWICE}),
+    "experts_tp_sequence_parallel": ("mixtral", {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True, "zero": 2, **TWICE}),
     "experts_whole_over_tp_and_dp": (
         "mixtral", {"dp": 2, "tp": 2, "ep": 2, "whole_experts": True, "sequence_parallel": True, "zero": 1, **TWICE},
     ),
@@ -80,53 +80,42 @@ def plan_of(model: str, **choices: Any) -> Plan:
     return make_plan(graph_of(model), seq_len=SEQ_LEN, **choices)
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """One set of ranks per world size for all tests of this file."""
-    found = {size: RankPool(size) for size in (2, 4, 8)}
-    yield found
-    for pool in found.values():
-        pool.close()
-
-
 @pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks(name: str, pools: dict[int, RankPool]) -> None:
+def test_two_ranks(name: str) -> None:
     model, choices = TWO_RANKS[name]
-    compare_with_reference(model, plan_of(model, **choices), pool=pools[2])
+    compare_with_reference(model, plan_of(model, **choices))
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks(name: str, pools: dict[int, RankPool]) -> None:
+def test_four_ranks(name: str) -> None:
     model, choices = FOUR_RANKS[name]
-    compare_with_reference(model, plan_of(model, **choices), pool=pools[4])
+    compare_with_reference(model, plan_of(model, **choices))
 
 
 @pytest.mark.parametrize("name", EIGHT_RANKS)
-def test_eight_ranks(name: str, pools: dict[int, RankPool]) -> None:
+def test_eight_ranks(name: str) -> None:
     model, choices = EIGHT_RANKS[name]
-    compare_with_reference(model, plan_of(model, **choices), pool=pools[8])
+    compare_with_reference(model, plan_of(model, **choices))
 
 
 @pytest.mark.parametrize("name", ["ring", "ulysses", "experts", "uneven_zero1"])
-def test_bfloat16(name: str, pools: dict[int, RankPool]) -> None:
+def test_bfloat16(name: str) -> None:
     model, choices = TWO_RANKS[name]
-    compare_with_reference(model, plan_of(model, **choices), "bf16_mixed", pool=pools[2])
+    compare_with_reference(model, plan_of(model, **choices), "bf16_mixed")
 
 
 @pytest.mark.parametrize(("name", "classes", "repeats"), [
     ("ring", ("attention", "norm"), True), ("ring", ("norm", "elementwise"), False),
     ("ulysses", ("attention", "norm"), False), ("experts", ("norm", "elementwise", "index"), False),
 ])  # fmt: skip
-def test_selective_recompute_repeats_only_a_recomputed_ring(
-    name: str, classes: tuple[str, ...], repeats: bool, pools: dict[int, RankPool]
-) -> None:
+def test_selective_recompute_repeats_only_a_recomputed_ring(name: str, classes: tuple[str, ...], repeats: bool) -> None:
     model, choices = TWO_RANKS[name]
     plan = plan_of(model, **choices)
-    before = compare_with_reference(model, plan, pool=pools[2])["record"].traffic
+    before = compare_with_reference(model, plan)["record"].traffic
     run = RecomputeRun(first_unit=0, num_units=graph_of(model).num_units(), mode=RecomputeMode.SELECTIVE, op_classes=classes)
     stage = plan.pipelines[0].stages[0].replace(recompute=(run,))
     recomputing = plan.replace(pipelines=(plan.pipelines[0].replace(stages=(stage,)),))
-    traffic = compare_with_reference(model, recomputing, pool=pools[2])["record"].traffic
+    traffic = compare_with_reference(model, recomputing)["record"].traffic
     assert (traffic != before) == repeats
 
 
@@ -173,38 +162,45 @@ PADDING = 0.01
     {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"dp": 4, "zero": 3},
     {"pp": 2, "dp": 2, "zero": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "zero": 3},
 ])  # fmt: skip
-def test_gradients_and_parameters_travel_as_charged(choices: dict[str, Any], pools: dict[int, RankPool]) -> None:
+def test_gradients_and_parameters_travel_as_charged(choices: dict[str, Any]) -> None:
     plan = plan_of("llama", **choices, **TWICE)
-    got = compare_with_reference("llama", plan, pool=pools[plan.world_size])
+    got = compare_with_reference("llama", plan)
     sent, charged = sent_bytes(plan, got["records"]), charged_bytes(plan, "llama")
     assert charged["dp"] <= sent["dp"] <= (1 + PADDING) * charged["dp"]
     assert sent.get("pp", 0.0) == charged.get("pp", 0.0)
 
 
 @pytest.mark.parametrize(("zero", "choices"), [(0, {}), (2, {}), (3, {})])
-def test_experts_travel_as_charged(zero: int, choices: dict[str, Any], pools: dict[int, RankPool]) -> None:
+def test_experts_travel_as_charged(zero: int, choices: dict[str, Any]) -> None:
     """The router's real choices differ from rank to rank; their mean is what balanced routing sends. Dispatch and combine move it
     in forward, and again in backward; a few bytes more say how many rows follow."""
     plan = plan_of("mixtral", dp=4, ep=2, zero=zero, **choices, **TWICE)
-    got = compare_with_reference("mixtral", plan, pool=pools[4])
+    got = compare_with_reference("mixtral", plan)
     sent, charged = sent_bytes(plan, got["records"]), charged_bytes(plan, "mixtral")
     assert charged["dp"] <= sent["dp"] <= (1 + PADDING) * charged["dp"]
     counts = sum(record.traffic["ep.counts"].num_bytes for record in got["records"]) / 4
     assert sent["ep"] - counts == pytest.approx(2 * charged["exchange"])
 
 
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_tensor_parallel_reduces_what_is_charged(model: str) -> None:
+    plan = plan_of(model, tp=2, **TWICE)
+    got = compare_with_reference(model, plan)
+    assert sent_bytes(plan, got["records"])["tp"] == charged_bytes(plan, model)["tp"]
+
+
 @pytest.mark.parametrize(("recompute", "passes"), [(RecomputeMode.NONE, 3), (FULL, 4)])
-def test_keys_and_values_travel_as_charged(recompute: RecomputeMode, passes: int, pools: dict[int, RankPool]) -> None:
+def test_keys_and_values_travel_as_charged(recompute: RecomputeMode, passes: int) -> None:
     """In forward once, in backward once, their gradients once; once more where the forward runs again."""
     plan = plan_of("llama", cp=2, recompute=recompute, **TWICE)
-    got = compare_with_reference("llama", plan, pool=pools[2])
+    got = compare_with_reference("llama", plan)
     assert sent_bytes(plan, got["records"])["cp"] == passes * charged_bytes(plan, "llama")["exchange"]
 
 
-def test_shards_by_groups_sync_in_two_hops(pools: dict[int, RankPool]) -> None:
+def test_shards_by_groups_sync_in_two_hops() -> None:
     """Every micro-batch scatters inside a group; between groups only the sum of all micro-batches is exchanged, one shard each."""
     plan = plan_of("llama", dp=4, shard_group=2, zero=2, **TWICE)
-    traffic = compare_with_reference("llama", plan, pool=pools[4])["record"].traffic
+    traffic = compare_with_reference("llama", plan)["record"].traffic
     units = graph_of("llama").num_units()
     assert traffic["dp.reduce_scatter"].calls == 2 * units
     assert traffic["dp.all_reduce"].calls == units
@@ -221,7 +217,6 @@ def test_shards_by_groups_sync_in_two_hops(pools: dict[int, RankPool]) -> None:
     ("llama", {"cp": 8, "context_parallel": "ulysses"}, "heads_divisible_by_cp"),
     ("mixtral", {"dp": 4, "ep": 3}, "ep_divides_ranks"),
     ("mixtral", {"dp": 2, "tp": 2, "ep": 4, "whole_experts": True}, "whole_experts"),
-    ("mixtral", {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True}, "not_executable"),
 ])  # fmt: skip
 def test_plans_that_cannot_run_are_refused_with_numbers(model: str, choices: dict[str, Any], code: str) -> None:
     from executor.support import require_supported

@@ -94,10 +94,7 @@ def _duration(parts: tuple[float, ...], factors: Array, columns: int) -> Array:
 def _nodes(result: StepResult, pipeline: int, messages: int) -> list[Node]:
     """A pipeline's tasks in the order in which they were added: what a task waits for comes before it."""
     tasks = result.engine.tasks
-    after: list[list[int]] = [[] for _ in tasks]
-    for task in tasks:
-        for dependent in task.dependents:
-            after[dependent].append(task.index)
+    after = result.engine.dependencies()
     ranks = [rank for rank in result.ranks if rank.pipeline == pipeline]
     place_of = {stream: number for number, rank in enumerate(ranks) for stream in (rank.compute, rank.comm)}
     others = {stream for rank in result.ranks if rank.pipeline != pipeline for stream in (rank.compute, rank.comm)}
