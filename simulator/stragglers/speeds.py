@@ -44,7 +44,7 @@ class Speeds:
         self._device = JitterSampler(stragglers.device_jitter)
         self._intra = JitterSampler(stragglers.intra_link_jitter)
         self._inter = JitterSampler(stragglers.inter_link_jitter)
-        self._groups = _groups(folding, chronic_factors(cluster, stragglers))
+        self._groups, self._device_group = _groups(folding, chronic_factors(cluster, stragglers))
         self._nodes, self._node_index = np.unique(folding.node, return_inverse=True)
         self._node_cells = _pairs(folding.cell, self._node_index)
         self._sizes = np.bincount(folding.cell, minlength=folding.num_cells).astype(float)
@@ -78,13 +78,14 @@ class Speeds:
 
     def _with_fleet(self, rng: np.random.Generator, count: Array, steps: int) -> Array:
         """The slowest of each group of devices when each is a slow one by chance; steps are of different fleets."""
-        fleet = self.stragglers.slow_fleet
-        slow = rng.binomial(count.astype(int)[:, None], fleet.share, (len(count), steps))
-        rest = np.maximum(count[:, None] - slow, 1e-9)  # none left: a factor near 0 that counts for nothing
-        largest = self._device.at(np.log(rng.standard_exponential(slow.shape)) - np.log(rest)) * (rest >= 1)
-        where = np.nonzero(slow)
-        key = np.log(rng.standard_exponential(len(where[0]))) - np.log(slow[where])
-        largest[where] = np.maximum(largest[where], fleet.factor * self._device.at(key))
+        fleet, device_group = self.stragglers.slow_fleet, self._device_group
+        largest = self._device.largest(rng, count, steps)
+        hits = _bernoulli(rng, fleet.share, len(device_group) * steps)
+        where, slow = np.unique(device_group[hits // steps] * steps + hits % steps, return_counts=True)
+        rest = count[where // steps] - slow
+        key = np.log(rng.standard_exponential((2, len(where))))
+        others = np.where(rest > 0, self._device.at(key[0] - np.log(np.maximum(rest, 1))), 0.0)
+        largest.reshape(-1)[where] = np.maximum(others, fleet.factor * self._device.at(key[1] - np.log(slow)))
         return largest
 
     def _add_pauses(self, rng: np.random.Generator, compute: Array) -> None:
@@ -109,11 +110,24 @@ def chronic_factors(cluster: ClusterSpec, stragglers: StragglerModel) -> Array:
     return np.array(found)
 
 
-def _groups(folding: Folding, chronic: Array) -> tuple[NDArray[np.int64], NDArray[np.int64], Array, Array]:
-    """Devices of the same cell, node and chronic factor, in order of cells: cell, node, factor, how many."""
+def _groups(
+    folding: Folding, chronic: Array
+) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], Array, Array], NDArray[np.int64]]:
+    """Devices of the same cell, node and chronic factor, in order of cells: (cell, node, factor, how many), and each device's."""
     keys = np.stack([folding.cell, folding.node, chronic[folding.devices]], axis=1)
-    found, count = np.unique(keys, axis=0, return_counts=True)
-    return found[:, 0].astype(int), found[:, 1].astype(int), found[:, 2], count.astype(float)
+    found, group, count = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+    return (found[:, 0].astype(int), found[:, 1].astype(int), found[:, 2], count.astype(float)), group.reshape(-1)
+
+
+def _bernoulli(rng: np.random.Generator, share: float, trials: int) -> NDArray[np.int64]:
+    """The trials that succeed, by the geometric gaps between them: few draws where few succeed."""
+    found = np.zeros(0, dtype=np.int64)
+    last = -1
+    while last < trials:
+        gaps = rng.geometric(share, size=max(16, int(1.1 * share * (trials - last))))
+        found = np.concatenate([found, last + np.cumsum(gaps)])
+        last = int(found[-1])
+    return found[found < trials]
 
 
 def _pairs(cell: NDArray[np.int64], node: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
