@@ -21,6 +21,7 @@ from specs.graph import ModelGraph
 from specs.interchange import Exported, Imported, Judgement
 from specs.measurement import Comparison, Measurement
 from specs.memory import MemoryReport
+from specs.op_sharding import OpSharding
 from specs.plan import Plan
 from specs.prediction import Prediction
 from specs.profile import Profile
@@ -31,7 +32,7 @@ from specs.units import HUMAN_SUFFIXES, human_names
 DOCUMENTS: tuple[type[Document], ...] = (
     ModelGraph, ClusterSpec, TrainingSpec, Profile, Plan, Prediction, PlanAnswer, Measurement, Comparison, Calibration,
     Catalogue, MemoryReport, Utilization, Exported, Imported, Judgement,
-    PlanDiff, WhyNot, Recommendation,
+    PlanDiff, WhyNot, Recommendation, OpSharding,
 )  # fmt: skip
 DIRECTORY = Path(__file__).parent / "schema"
 UNIT_NAMES = {
