@@ -16,7 +16,7 @@ demo: install
 	$(BIN)/meshwright demo --output demo
 
 test: install
-	$(BIN)/python -m pytest -q -m "not distributed"
+	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not distributed"
 	$(BIN)/python -m pytest -q -m distributed
 
 check: install

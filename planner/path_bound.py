@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from planner.prices import Floats
-from planner.row_memory import moments, repeating_micro_batches
 from planner.schedule_path import RankTimes, StageTimes, rank_times
 from planner.skeleton import Skeleton
 from planner.stage_ends import tied_grads_s
@@ -154,32 +153,7 @@ class _Split:
         overlap = self._overlap
         last = walked.last_gradients_s[index] + overlap.least_s(walked.from_last_s[index], reduce)
         step = np.maximum(end + after, last)
-        if skeleton.strategy.zero == 2:
-            drain, drained = self._drain_s()
-            steady = np.maximum(self._work_s() - walked.before_gradients_s[index] - drain, 0.0)
-            steady = steady + overlap.hidden * np.maximum(skeleton.num_micro_batches * reduce - drained, 0.0)
-            step = np.maximum(step, walked.gradients_s[index] + steady + overlap.least_s(drain, drained))
         return float((step + optimizer).max())
-
-    def _drain_s(self) -> tuple[Floats, Floats]:
-        """Per rank: the backwards after its last forward, and the reductions that these make."""
-        skeleton, strategy = self.skeleton, self.skeleton.strategy
-        few = repeating_micro_batches(strategy.schedule, strategy.pp, skeleton.num_micro_batches)
-        counts = moments(strategy.schedule, strategy.pp, few, strategy.stages_per_rank).drained
-        parts = [self._sums([getattr(item, name) for item in skeleton.terms]) for name in ("backward_s", "input_s", "weight_s")]
-        added = self._sums([item.add_s for item in skeleton.terms])
-        parts = [parts[0] - added, parts[1], parts[2] - added]
-        drain = sum(count * part for count, part in zip(counts, parts, strict=True))
-        drained = (counts[0] + counts[2]) * self._sums([item.reduce_s for item in skeleton.terms])
-        return self._by_rank(drain), self._by_rank(drained)
-
-    def _work_s(self) -> Floats:
-        """Per rank: compute of all micro-batches."""
-        exchange = [units.forward_exchange_s + units.backward_exchange_s for units in self.skeleton.units]
-        hidden = 1.0 if SCHEDULES[self.skeleton.strategy.schedule].overlaps else 0.0
-        name = self.skeleton.strategy.schedule
-        costs = [item.work_s(name) - hidden * sent - item.add_s for item, sent in zip(self.skeleton.terms, exchange, strict=True)]
-        return self.skeleton.num_micro_batches * self._of_ranks(costs)
 
     def _inline_s(self) -> Floats:
         """Per rank, one after another when its row has run: reductions of replicated gradients, sums over tp, tied gradients."""

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from planner.prices import Floats, Prices
 from planner.rank_split import layers_of_ranks, layers_of_stages
-from planner.row_memory import moments, repeating_micro_batches
 from planner.space import Schedule
 from planner.terms import DataParallel, Overlap, PipelineTerms, gathered_first_s, optimizer_s
 from specs.schedule import SCHEDULES, stage_ranks
@@ -46,13 +45,6 @@ def rank_split_bound(
         beside = all_reduce * (m if zero == 2 else 1.0)
         # what runs beside a rank's own work slows it down, what does not comes after it, where at most the tail hides it
         own = np.maximum(own, begin + busy + tail + overlap.hidden * np.maximum(0.0, beside - tail))
-        if zero == 2:
-            back_there = (
-                (forward + first).sum(axis=1)[:, None] + _behind(backward)[:, split.last_stages] + (ranks - 1) * there_s[:, None]
-            )
-            before, drain, drained = split.phases(passes, forward, terms)
-            steady = np.maximum(busy - before - drain, 0.0) + overlap.hidden * np.maximum(beside - drained, 0.0)
-            own = np.maximum(own, back_there + steady + overlap.least_s(drain, drained))
     if name == "zb_h1":  # the first rank waits until the first gradient is back, with a forward of each stage done
         waited = (forward + first + backward).sum(axis=1) + (ranks - 1) * (there_s + back_s)
         weight = split.stages(terms.weight_s - terms.add_s)[:, 0]
@@ -92,28 +84,6 @@ class RankSplit:
         units[:, -1] += 1
         return np.asarray((units > 0).all(axis=1))
 
-    @property
-    def last_stages(self) -> list[int]:
-        """The last stage of each rank."""
-        return [int(np.flatnonzero(self.owner == rank)[-1]) for rank in range(self.of_rank.shape[1])]
-
-    def phases(self, passes: Ints, forward: Floats, terms: PipelineTerms) -> tuple[Floats, Floats, Floats]:
-        """[row, rank] -> seconds of the forwards before a rank's first backward (``forward``: of stages), the backwards after its
-        last forward, and the reductions that these make."""
-        ranks, name = self.of_rank.shape[1], self.schedule.name
-        parts = [self.stages(item - terms.add_s) for item in (terms.backward_s, terms.input_s + terms.add_s, terms.weight_s)]
-        reduce = self.stages(terms.reduce_s)
-        found = [np.zeros(self.of_rank.shape) for _ in range(3)]
-        few = np.array([repeating_micro_batches(name, ranks, value) for value in passes.tolist()])
-        for value in np.unique(few).tolist():
-            rows, of = few == value, moments(name, ranks, value, self.schedule.chunks)
-            drain = sum(count * part[rows] for count, part in zip(of.drained, parts, strict=True))
-            for item, per_stage in zip(
-                found, (of.held[0] * forward[rows], drain, (of.drained[0] + of.drained[2]) * reduce[rows]), strict=True
-            ):
-                item[rows] = self.sum_of_ranks(per_stage)
-        return found[0], found[1], found[2]
-
     def stages(self, values: Floats) -> Floats:
         """[row, kind] -> [row, stage]."""
         found = self.of_stage * values[:, self.kind, None]
@@ -148,11 +118,6 @@ def _first_s(prices: Prices, split: RankSplit, dp: DataParallel, forward: Floats
 def _optimizer_s(prices: Prices, device: tuple[str, float], local: Floats) -> Floats:
     values, inverse = np.unique(local, return_inverse=True)
     return np.array([optimizer_s(prices, device, float(value)) for value in values])[inverse]
-
-
-def _behind(values: Floats) -> Floats:
-    """Sums of the values behind each one along the last axis."""
-    return values[:, ::-1].cumsum(axis=-1)[:, ::-1] - values
 
 
 def _before(values: Floats) -> Floats:

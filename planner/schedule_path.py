@@ -52,11 +52,9 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Least times, [candidate, rank]: when its first pass can begin that makes gradients, and how long the passes before it take;
-    when the first one can that makes the last gradient of a stage, and how long those from it on take; when the row has run."""
+    """Least times, [candidate, rank]: when the first pass can begin that makes the last gradient of a stage, and how long those
+    from it on take; when the row has run."""
 
-    gradients_s: Floats
-    before_gradients_s: Floats
     last_gradients_s: Floats
     from_last_s: Floats
     end_s: Floats
@@ -82,7 +80,7 @@ def rank_times(schedule: str, *, num_ranks: int, num_micro_batches: int, stages_
         left_out = (num_micro_batches - walked) / graph.micro_batches_per_round
         more = left_out * sum((ends[late] - ends[early]).min(axis=0) for early, late in graph.rounds)
         last, end = last + more, np.maximum(end + more, graph.busy(ends, own, left_out))
-    return RankTimes(starts[graph.first_gradient].T, sums(graph.before_gradients).T, last.T, sums(graph.last_gradients).T, end.T)
+    return RankTimes(last.T, sums(graph.last_gradients).T, end.T)
 
 
 def few_micro_batches(schedule: str, num_ranks: int, num_micro_batches: int) -> int:
@@ -97,16 +95,14 @@ class _Graph:
     """Passes by level: those of one level depend on earlier levels only. Entry 0 is the start. Per pass: the one before on its
     rank, the (at most two) whose messages it waits for, the rows of these messages, the row of its duration. ``rounds``: passes
     of one repetition and the same passes of the next, for each steady part of the schedule. ``steady``: for each rank a pass in
-    its steady part, those of one repetition, and all that come after it. ``before_gradients``, ``last_gradients``: for each rank
-    its passes before the first that makes gradients, and those from the first one on that makes the last gradient of a stage."""
+    its steady part, those of one repetition, and all that come after it. ``last_gradients``: for each rank
+    its passes from the first one on that makes the last gradient of a stage."""
 
     levels: list[tuple[int, int]]
     before: Ints
     senders: Ints
     messages: Ints
     duration: Ints
-    first_gradient: Ints
-    before_gradients: list[Ints]
     last_of_rank: Ints
     last_gradients: list[Ints]
     rounds: list[tuple[Ints, Ints]]
@@ -222,13 +218,10 @@ class _Ordered:
         """The arrays."""
         columns = np.array(self.columns, dtype=np.int64).T
         last = np.array([self.number[queue[-1][0]] for queue in self.queues])
-        numbers = [np.array([self.number[actions[0]] for actions in queue]) for queue in self.queues]
-        first = [next(i for i, actions in enumerate(queue) if actions[-1].kind in "BW") for queue in self.queues]
         of_last = [self._last_gradients(queue) for queue in self.queues]
         return _Graph(
             self.levels, columns[0], columns[1:3], columns[3:5], columns[5],
-            np.array([own[at] for own, at in zip(numbers, first, strict=True)]),
-            [own[:at] for own, at in zip(numbers, first, strict=True)], last, of_last, rounds, steady, per_round,
+            last, of_last, rounds, steady, per_round,
         )  # fmt: skip
 
     def _last_gradients(self, queue: Sequence[Pass]) -> Ints:

@@ -100,6 +100,7 @@ class RankMemory:
         self.stages, self.row, self.num_stages, self.options, self.rules = stages, row, num_stages, options, rules
         self.peak = MemoryPeak()
         self.highest: dict[Action, float] = {}
+        self.held_at_the_end = 0.0  # while the optimizer runs
         self.saved = 0.0
         self.outputs = 0.0
         self.grads = 0.0
@@ -122,7 +123,7 @@ class RankMemory:
             for action in actions:
                 paired = len(actions) > 1 and action.kind in "BI"
                 self._act(action, actions[0].stage if paired else None)
-        self._note("optimizer step", workspace=0.0, gathered=self._kept)
+        self.held_at_the_end = self._note("optimizer step", workspace=0.0, gathered=self._kept)
         self.peak.saved_by_class = self._by_class()
         return self.peak
 
@@ -258,7 +259,8 @@ class RankMemory:
     def _num_passes(self, cost: StageCost) -> int:
         return sum(1 for action in self.row if action.kind == "F" and self.stages[action.stage] is cost)
 
-    def _note(self, moment: Action | str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> None:
+    def _note(self, moment: Action | str, workspace: float, gathered: float, comm_buffers: float = 0.0) -> float:
+        """Bytes held at a moment; the most so far is the peak."""
         workspace += self._beside
         total = self._held + self.grads + self.saved + self.outputs + gathered + workspace + comm_buffers
         self._most = max(self._most, total)
@@ -270,3 +272,4 @@ class RankMemory:
             terms["grads"] += self.grads
             self.peak = MemoryPeak(total, terms, f"{moment}")
             self._at_peak = (dict(self._counts), self._doing)
+        return total

@@ -21,6 +21,7 @@ from specs.graph import ModelGraph
 from specs.interchange import Exported, Imported, Judgement
 from specs.measurement import Comparison, Measurement
 from specs.memory import MemoryReport
+from specs.op_sharding import OpSharding
 from specs.plan import Plan
 from specs.prediction import Prediction
 from specs.profile import Profile
@@ -34,6 +35,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     Catalogue, MemoryReport, Utilization, Exported, Imported, Judgement,
     PlanDiff, WhyNot, Recommendation,
     StragglerModel, Robustness, Timings, Diagnosis,
+    PlanDiff, WhyNot, Recommendation, OpSharding,
 )  # fmt: skip
 DIRECTORY = Path(__file__).parent / "schema"
 UNIT_NAMES = {

@@ -96,7 +96,9 @@ def test_a_loss_in_place_keeps_the_logits_once() -> None:
 def test_u108_a_fused_loss_is_named_where_it_is_what_would_fit() -> None:
     """Where the logits alone break the limit, the answer names the loss that does not."""
     workload = TrainingSpec(global_batch=16, seq_len=4096, adapters=Adapters(rank=8), micro_batches=(4,))
-    answer = search(case_graph("gemma-2b-sizes"), cluster_of("rtx_4090", 4), workload, options=SearchOptions(strategy="tp=1 pp=1"))
+    answer = search(
+        case_graph("gemma-2b-sizes"), cluster_of("rtx_4090", 4), workload, options=SearchOptions(strategy="tp=1 pp=1 cp=1")
+    )
     (limit,) = answer.limits
     assert any("loss_kernel fused" in text for text in limit.relaxations)
     assert any("logits" in line for line in answer.explanation)
@@ -130,7 +132,7 @@ def test_u109_selective_recompute_saves_scores_that_flash_attention_never_keeps(
 @pytest.mark.parametrize(("kernel", "offered"), [("flash", False), ("math", True)])
 def test_u109_the_planner_offers_it_only_where_it_saves(kernel: str, offered: bool) -> None:
     workload = TrainingSpec(global_batch=16, seq_len=8192, attention_kernel=kernel)
-    options = SearchOptions(top=2, strategy="tp=1 pp=1")
+    options = SearchOptions(top=2, strategy="tp=1 pp=1 cp=1")
     answer = search(case_graph("llama-2-7b"), cluster_of("a100_sxm_80gb", 8), workload, options=options)
     tried = answer.search.space["recompute"]
     assert ("selective:attention" in tried) is offered

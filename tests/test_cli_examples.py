@@ -58,6 +58,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fitted = Calibration.parse({"cluster": "this machine", "hardware_hash": "0", "num_runs": 1})
     monkeypatch.setattr(Engine, "calibrate", lambda self, *args, **kwargs: fitted)
     (tmp_path / "answer.json").write_text(json.dumps({"prediction": prediction().to_dict()}))
+    times = [[[0.01 * (1 + 0.001 * ((step + rank) % 3))] for rank in range(8)] for step in range(40)]
+    (tmp_path / "timings.json").write_text(json.dumps({"phases": ["forward"], "seconds": times}))
     (tmp_path / "runs.csv").write_text(table(GPT, {**GPT, "id": "A-2", "source": "another source"}))
     return tmp_path
 

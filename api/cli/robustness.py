@@ -83,7 +83,7 @@ def diagnose(
 ) -> None:
     """Which rank is slow, in which phase, by how much, since when? Least, middle and largest times of every phase.
 
-    Example: meshwright diagnose timings.json --plan plan.json
+    Example: meshwright diagnose timings.json
     """
     engine = Engine(allow_factory=True)
     data = read_mapping(file)

@@ -79,10 +79,11 @@ def _chronic(usual: Array, error: float, devices: Sequence[int] | None) -> dict[
 
 
 def _without_slow_nodes(rest: Array, nodes: Sequence[int] | None, sigma: float) -> tuple[Array, SlowNodes]:
-    """Steps in which the middle rank of a node is slow, and the times without what the node's ranks share then."""
+    """Steps in which the middle rank of a node is slow, and the times without what the ranks of each node share then: a slow node
+    moves the median of all ranks, and so every rank's distance from it."""
     if nodes is None:
         return rest, SlowNodes()
-    found, total, cleaned = [], 0, rest.copy()
+    found, total, middles = [], 0, []
     for node in sorted(set(nodes)):
         members = [rank for rank, other in enumerate(nodes) if other == node]
         if len(members) < 3:
@@ -91,9 +92,12 @@ def _without_slow_nodes(rest: Array, nodes: Sequence[int] | None, sigma: float) 
         is_slow = middle > _NODE_SIGMAS * 1.2533 * sigma / math.sqrt(len(members))
         found += list(middle[is_slow])
         total += len(middle)
-        cleaned[np.ix_(np.flatnonzero(is_slow), np.array(members))] -= middle[is_slow, None]
+        middles.append((members, middle, is_slow))
     if not found:
         return rest, SlowNodes()
+    cleaned, disturbed = rest.copy(), np.any([is_slow for *_, is_slow in middles], axis=0)
+    for members, middle, _ in middles:
+        cleaned[np.ix_(np.flatnonzero(disturbed), np.array(members))] -= middle[disturbed, None]
     return cleaned, SlowNodes(share=len(found) / total, factor=float(np.exp(np.mean(found))))
 
 

@@ -1,0 +1,1 @@
+"""Op sharding: placements of the ops of one block on a device mesh, found by an integer linear program."""
