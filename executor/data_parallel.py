@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 
 import torch
@@ -140,16 +140,18 @@ class FlatDataParallel(DataParallel):
 
     def __init__(
         self, module: nn.Module, units: Sequence[nn.Module], group: ProcessGroup | None, timers: Timers, *,
-        experts: ExpertGradients | None = None,
+        experts: ExpertGradients | None = None, elsewhere: Set[int] = frozenset(),
     ) -> None:  # fmt: skip
         super().__init__(module)
         self._units, self._group, self._timers, self._experts = list(units), group, timers, experts
+        self._elsewhere = elsewhere
 
     def finish(self) -> None:
-        """Reduce unit by unit; a shared parameter with the first unit that holds it, experts between those that hold them."""
+        """Reduce unit by unit; a shared parameter with the first unit that holds it (``elsewhere``: identities of those that
+        another stage of the rank reduces), experts between those that hold them."""
         if self._group is not None:
             experts = self._experts.ids if self._experts is not None else set()
-            _reduce_units(self._units, self._group, "dp.all_reduce", self._timers, done=set(experts))
+            _reduce_units(self._units, self._group, "dp.all_reduce", self._timers, done={*experts, *self._elsewhere})
         if self._experts is not None:
             self._experts.reduce()
 

@@ -8,7 +8,7 @@ its buckets on real parameters, so it comes after the weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -179,10 +179,12 @@ class _Builder:
                 self._allocate(modules.values())
         if draw is not None:
             init_local_parameters(self.params, self.place, self.layout, self.workload.seed, draw)
-        local = [
-            LocalStage(index, sharded.get(index) or self._replicate(stage, modules[index]), self._boundary(stage))
-            for index, stage in stages
-        ]
+        local: list[LocalStage] = []
+        reduced: set[int] = set()
+        for index, stage in stages:
+            parallel = sharded.get(index) or self._replicate(stage, modules[index], frozenset(reduced))
+            local.append(LocalStage(index, parallel, self._boundary(stage)))
+            reduced |= {id(parameter) for parameter in modules[index].parameters()}
         return Program(
             plan=self.plan, layout=self.layout, place=self.place, groups=self.groups, timers=self.timers, stages=local,
             params=self.params, optimizer=LocalOptimizer(self.params, self.workload.optimizer, self.workload.precision),
@@ -264,7 +266,7 @@ class _Builder:
             timers=self.timers,
         )  # fmt: skip
 
-    def _replicate(self, stage: Stage, module: StageModule) -> DataParallel:
+    def _replicate(self, stage: Stage, module: StageModule, elsewhere: Set[int]) -> DataParallel:
         groups, timers = self.groups, self.timers
         units = range(stage.first_unit, stage.first_unit + stage.num_units)
         experts = [part for unit in units for part in self.experts.get(unit, ())]
@@ -272,7 +274,9 @@ class _Builder:
             return DataParallel(module)
         expert_gradients = ExpertGradients(experts, groups.expert_replicas, timers) if experts else None
         if groups.data is None or self.layout.pp > 1 or not self.plan.collectives.overlap_grad_reduce:
-            return FlatDataParallel(module, list(module.units.values()), groups.data, timers, experts=expert_gradients)
+            return FlatDataParallel(
+                module, list(module.units.values()), groups.data, timers, experts=expert_gradients, elsewhere=elsewhere
+            )
         if self.allocation is not None:
             with self.allocation:
                 return RehearsedBuckets(module)

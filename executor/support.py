@@ -47,8 +47,36 @@ def plan_violations(plan: Plan, graph: ModelGraph) -> list[Violation]:
         found += _mixer_violations(stage, index, graph)
         found += _context_violations(plan, stage, index, graph)
     if not found:
-        found += _schedule_violations(plan, pipeline)
+        found += [*_schedule_violations(plan, pipeline), *_tied_violations(pipeline, graph)]
     return found
+
+
+def _tied_violations(pipeline: Pipeline, graph: ModelGraph) -> Iterator[Violation]:
+    """``fully_shard`` gives each stage shards of its own, so two stages of a rank cannot share a sharded parameter."""
+    first = pipeline.stages[0]
+    if not first.zero or first.mesh.dp * first.mesh.cp == 1:
+        return
+    unit_of = unit_of_params(graph)
+    for alias, owner in graph.tied:
+        held = [stage for stage in pipeline.stages for fqn in (alias, owner) if _holds(stage, unit_of[fqn])]
+        if held[0] is not held[-1] and held[0].devices == held[-1].devices:
+            yield _violation(
+                "tied_over_stages_of_a_rank", f"'{alias}' and '{owner}' are tied and on two stages of one rank",
+                "pipelines", 0, "stages", 0, "zero", actual=first.zero, allowed=[0], nearest=0,
+            )  # fmt: skip
+
+
+def unit_of_params(graph: ModelGraph) -> dict[str, int]:
+    """Unit number of every parameter by full name."""
+    found = {}
+    for unit, (segment, repetition) in enumerate(graph.units()):
+        for param in graph.block(segment.block).params:
+            found[param.fqn.replace("{i}", str(segment.first_index + repetition))] = unit
+    return found
+
+
+def _holds(stage: Stage, unit: int) -> bool:
+    return stage.first_unit <= unit < stage.first_unit + stage.num_units
 
 
 def _unit_violations(pipeline: Pipeline, graph: ModelGraph) -> Iterator[Violation]:

@@ -10,13 +10,14 @@ from executor.data_parallel import all_reduce_gradients
 from executor.groups import new_group
 from executor.layout import Layout, Place
 from executor.params import ParamPlace
+from executor.support import unit_of_params
 from executor.timers import Timers
 from specs.graph import ModelGraph
 
 
 def pipeline_ranks_of_owners(graph: ModelGraph, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Owner name -> pipeline ranks that hold a copy, for tied parameters on more than one rank."""
-    unit_of = _unit_of_params(graph)
+    unit_of = unit_of_params(graph)
     holders: dict[str, set[int]] = {}
     for alias, owner in graph.tied:
         for fqn in (alias, owner):
@@ -27,15 +28,6 @@ def pipeline_ranks_of_owners(graph: ModelGraph, layout: Layout) -> dict[str, tup
             )
             holders.setdefault(owner, set()).add(layout.pipeline_rank_of(stage))
     return {owner: tuple(sorted(ranks)) for owner, ranks in holders.items() if len(ranks) > 1}
-
-
-def _unit_of_params(graph: ModelGraph) -> dict[str, int]:
-    """Unit number of every parameter by full name."""
-    found = {}
-    for unit, (segment, repetition) in enumerate(graph.units()):
-        for param in graph.block(segment.block).params:
-            found[param.fqn.replace("{i}", str(segment.first_index + repetition))] = unit
-    return found
 
 
 class TiedGradients:

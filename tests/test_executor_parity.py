@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from executor.support import plan_violations
 from specs.plan import PipelineSchedule, Plan, RecomputeMode, RecomputeRun
 from tests.executor_models import graph_of
 from tests.executor_parity import SEQ_LEN, compare_with_reference
@@ -153,6 +154,14 @@ def test_custom_rows_with_two_stages_on_a_rank_and_split_backward() -> None:
 def test_schedules_with_chunks_and_split_backward(model: str, name: str, chunks: int) -> None:
     """gpt2 ties its embedding and head, which a V has on one rank."""
     compare_with_reference(model, plan_of(model, pp=2, micro_batch=2, num_micro_batches=4, schedule=name, chunks=chunks))
+
+
+def test_tied_parameters_on_two_stages_of_a_rank_are_reduced_once() -> None:
+    """The V has gpt2's embedding and head on one rank; sharded they are refused."""
+    plan = plan_of("gpt2", pp=2, dp=2, micro_batch=1, num_micro_batches=4, schedule="zb_v", chunks=2)
+    compare_with_reference("gpt2", plan)
+    sharded = plan_of("gpt2", pp=2, dp=2, micro_batch=1, num_micro_batches=4, schedule="zb_v", chunks=2, zero=1)
+    assert [item.code for item in plan_violations(sharded, graph_of("gpt2"))] == ["tied_over_stages_of_a_rank"]
 
 
 def test_split_backward_with_sharded_gradients_on_four_ranks() -> None:

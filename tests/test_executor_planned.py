@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 
 import pytest
 
+from executor.support import plan_violations
 from planner.layout import pools
 from planner.space import enumerate_space
 from planner.strategy import plan_from_strategy
@@ -21,13 +23,14 @@ PLANS_OF_A_MODEL = 8
 
 
 def sampled_plans(model: str) -> list[Plan]:
-    """Plans of distinct strategies that use all four devices, drawn with a fixed seed."""
+    """Plans of distinct strategies that use all four devices and that the executor does not refuse, drawn with a fixed seed."""
     graph, workload, cluster = graph_of(model), workload_for(GLOBAL_BATCH), gpu_cluster(4)
     space = enumerate_space(graph, workload, pools(cluster))
     strategies = {space.strategy(row).text(): space.strategy(row) for row in range(len(space.rows))}
     whole = [strategy for strategy in strategies.values() if strategy.pp * (strategy.dp or 1) * strategy.tp == 4]
-    chosen = random.Random(model).sample(whole, PLANS_OF_A_MODEL)
-    return [plan_from_strategy(strategy, graph, cluster, workload) for strategy in chosen]
+    random.Random(model).shuffle(whole)
+    plans = (plan_from_strategy(strategy, graph, cluster, workload) for strategy in whole)
+    return list(islice((plan for plan in plans if not plan_violations(plan, graph)), PLANS_OF_A_MODEL))
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mixtral"])
