@@ -17,7 +17,7 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not distributed"
-	$(BIN)/python -m pytest -q -m distributed
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m distributed
 
 check: install
 	$(BIN)/ruff check .
