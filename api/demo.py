@@ -107,7 +107,7 @@ def other_strategies(workload: TrainingSpec, num_devices: int) -> dict[str, str]
         "ZeRO-2": f"{flat} micro_batch={half} zero=2 recompute=none",
         "ZeRO-3": f"{flat} micro_batch={share} zero=3 recompute=none",
         "tensor parallel": f"pp=1 tp=2 dp={rest} micro_batch={of_pair} zero=0 recompute=none",
-        "pipeline 1F1B": f"pp=2 tp=1 dp={rest} micro_batch={max(1, of_pair // 4)} zero=0 recompute=none",
+        "pipeline 1F1B": f"pp=2 tp=1 dp={rest} micro_batch={max(1, of_pair // 4)} zero=0 recompute=none schedule=1f1b",
         "full recompute": f"{flat} micro_batch={share} zero=0 recompute=full",
         "DDP, micro-batch 1": f"{flat} micro_batch=1 zero=0 recompute=none",
     }
