@@ -96,7 +96,7 @@ def test_losses_that_disagree_fail_the_demo() -> None:
 def test_strategies_are_of_different_kinds() -> None:
     workload = TrainingSpec.parse(demo.WORKLOAD)
     two = other_strategies(workload, 2)
-    assert two["pipeline 1F1B"] == "pp=2 tp=1 dp=1 micro_batch=2 zero=0 recompute=none"  # four micro-batches
+    assert two["pipeline 1F1B"] == "pp=2 tp=1 dp=1 micro_batch=2 zero=0 recompute=none schedule=1f1b"  # four micro-batches
     assert {"zero=0", "zero=2", "zero=3"} <= {part for text in two.values() for part in text.split()}
     assert len({text.split("micro_batch=")[1].split()[0] for text in two.values() if "tp=1 dp=2" in text}) >= 2
     four = other_strategies(workload, 4)
