@@ -8,12 +8,10 @@ never wins by its tuning, and what its plan takes is simulated like any other. A
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.rows import print_rows
 from benchmarks.search_speed import graph_of
 from planner.search import SearchOptions, search
 from profiler.catalogue import resolve_cluster
@@ -89,27 +87,14 @@ def row(pair: Pair) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Every pair."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", nargs="*", default=[])
-    arguments = parser.parse_args()
-    rows = []
-    for pair in PAIRS:
-        if arguments.only and not any(word in pair.name for word in arguments.only):
-            continue
-        found = row(pair)
-        rows.append(found)
-        times = {rule: found[rule] for rule in RULES}
-        shown = "  ".join(
-            f"{rule} {time:8.3f} s ({time / found['planner']:.2f}x)" if time else f"{rule:8} -" for rule, time in times.items()
-        )
-        out = sys.stderr if arguments.json else sys.stdout
-        print(f"{pair.name:40} planner {found['planner'] or 0:8.3f} s  {shown}  {found['strategy']}", file=out, flush=True)
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
+def line(found: dict[str, Any]) -> str:
+    """A row for people."""
+    times = {rule: found[rule] for rule in RULES}
+    shown = "  ".join(
+        f"{rule} {time:8.3f} s ({time / found['planner']:.2f}x)" if time else f"{rule:8} -" for rule, time in times.items()
+    )
+    return f"{found['name']:40} planner {found['planner'] or 0:8.3f} s  {shown}  {found['strategy']}"
 
 
 if __name__ == "__main__":
-    main()
+    print_rows(__doc__, PAIRS, row, line)

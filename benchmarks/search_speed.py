@@ -8,13 +8,11 @@ time of this process, one core, and wall time beside it where the two differ. ``
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.rows import print_rows
 from planner.bounds import compute_bounds, first_bounds
 from planner.layout import pools
 from planner.prices import Prices
@@ -126,30 +124,17 @@ def row(question: Question) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Ask every question."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", nargs="*", default=[])
-    arguments = parser.parse_args()
-    rows = []
-    for question in QUESTIONS:
-        if arguments.only and not any(word in question.name for word in arguments.only):
-            continue
-        found = row(question)
-        rows.append(found)
-        gap = f"{found['gap']:.2%}" if found["gap"] is not None else "-"
-        print(
-            f"{found['name']:32} {found['status']:9} gap {gap:>7} {found['candidates']:>9,} candidates, "
-            f"{found['first_bounds_per_s'] / 1e6:5.2f} M/s bounded once, {found['all_bounds_per_s'] / 1e6:5.2f} M/s in full, "
-            f"{found['simulated']} simulated; cold {found['cold_s']:6.2f} s, warm {found['warm_s']:6.2f} s CPU "
-            f"(wall {found['cold_wall_s']:.2f}, {found['warm_wall_s']:.2f}) "
-            f"{found['step_time_s'] or 0:.3f} s  {found['strategy']}",
-            file=sys.stderr if arguments.json else sys.stdout, flush=True,
-        )  # fmt: skip
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
+def line(found: dict[str, Any]) -> str:
+    """A row for people."""
+    gap = f"{found['gap']:.2%}" if found["gap"] is not None else "-"
+    return (
+        f"{found['name']:32} {found['status']:9} gap {gap:>7} {found['candidates']:>9,} candidates, "
+        f"{found['first_bounds_per_s'] / 1e6:5.2f} M/s bounded once, {found['all_bounds_per_s'] / 1e6:5.2f} M/s in full, "
+        f"{found['simulated']} simulated; cold {found['cold_s']:6.2f} s, warm {found['warm_s']:6.2f} s CPU "
+        f"(wall {found['cold_wall_s']:.2f}, {found['warm_wall_s']:.2f}) "
+        f"{found['step_time_s'] or 0:.3f} s  {found['strategy']}"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    print_rows(__doc__, QUESTIONS, row, line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch.distributed import ProcessGroup
 
@@ -46,8 +46,3 @@ class TiedGradients:
         for place, group in self._sums:
             with timers.phase("dp_comm"):
                 all_reduce_gradients([place.parameter], group, "tied.all_reduce", timers)
-
-
-def tied_owners(graph: ModelGraph) -> Mapping[str, str]:
-    """Alias name -> owner name."""
-    return dict(graph.tied)

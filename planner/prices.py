@@ -20,7 +20,6 @@ from simulator.network import GroupShape
 from simulator.runtime_rules import memory_rules_for, rules_for
 from simulator.unit_cost import RecomputeChoice, UnitCost
 from specs.graph import DTYPE_BYTES, ModelGraph
-from specs.plan import RecomputeMode
 
 Floats = NDArray[np.float64]
 
@@ -275,7 +274,3 @@ def layer_range(graph: ModelGraph) -> range:
     """
     repeated = [index for index, (segment, _) in enumerate(graph.units()) if segment.count > 1]
     return range(repeated[0], repeated[-1] + 1) if repeated else range(max(1, graph.num_units() - 1))
-
-
-NO_RECOMPUTE = RecomputeChoice()
-FULL_RECOMPUTE = RecomputeChoice(RecomputeMode.FULL)

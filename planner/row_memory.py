@@ -158,12 +158,10 @@ def _together(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int
 @dataclass(frozen=True)
 class Moments:
     """Moments at which a rank holds most, two for each rank: before its first backward, and when all of its stages have gradients.
-    [moment, stage]: micro-batches held, and those that wait for weight gradients. ``drained``: [kind, stage] -> backwards, their
-    first and their second parts, that a rank runs when its forwards are over."""
+    [moment, stage]: micro-batches held, and those that wait for weight gradients."""
 
     held: Floats
     waiting: Floats
-    drained: Floats
 
 
 @lru_cache(maxsize=512)
@@ -171,7 +169,7 @@ def moments(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int) 
     """Of a named schedule; a second moment that a short row never has holds nothing."""
     few = repeating_micro_batches(schedule, num_ranks, num_micro_batches)
     held = np.zeros((2, num_ranks * chunks))
-    waiting, drained = np.zeros_like(held), np.zeros((3, num_ranks * chunks))
+    waiting = np.zeros_like(held)
     for row in _rows(schedule, num_ranks, few, chunks):
         own = np.unique(row.stage)
         is_own = row.stage[None, :] == own[:, None]
@@ -184,7 +182,4 @@ def moments(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int) 
             if allowed.any():
                 at = int(np.argmax(np.where(allowed, total, -1)))
                 held[index, own], waiting[index, own] = level[:, at], left[:, at]
-        after = np.arange(len(row.kind)) > int(np.flatnonzero(row.kind == 0)[-1])
-        for kind in range(3):
-            drained[kind] += np.bincount(row.stage[after & (row.kind == kind + 1)], minlength=drained.shape[1])
-    return Moments(held, waiting, drained)
+    return Moments(held, waiting)

@@ -367,11 +367,6 @@ def recompute_classes(mode: RecomputeMode, op_classes: Sequence[str], loc: Loc) 
     return found
 
 
-def tp_values(graph: ModelGraph, limit: int) -> list[int]:
-    """All tp up to ``limit`` that the model allows."""
-    return [value for value in range(1, limit + 1) if not tp_divides_sizes(graph, value, ())]
-
-
 def devices_divisible(available: int, pp: int, tp: int, loc: Loc, *, cp: int = 1) -> list[Violation]:
     """Without a given dp, pp x cp x tp must divide the devices: leaving some out is the user's word, never silent."""
     each = pp * cp * tp

@@ -115,7 +115,9 @@ class _Search:
         self.start = time.monotonic()
         self.options, self.progress, self.workload = options, progress, workload
         self.fixed: dict[str, Any] = parse_fields(options.strategy) if options.strategy else {}
-        if cluster.backend == "gloo":  # plans for these are run here, and the executor splits neither sequences nor experts
+        if (
+            cluster.backend == "gloo"
+        ):  # plans for these are run here, and at cp or ep above 1 no prediction was compared with a run yet
             self.fixed = {"cp": 1, "ep": 1, **self.fixed}
         self.objective = ObjectiveFunction(cluster, workload)
         loss: str | None = self.fixed.get("loss")

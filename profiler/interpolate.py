@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from profiler.opset import OpClass, base_name, op_class_of
+from profiler.opset import PRODUCTS, OpClass, base_name, op_class_of
 from profiler.shapes import grad_add_key
 from specs.base import Provenance
 from specs.errors import InvalidInput
@@ -200,7 +200,7 @@ class _Call:
         """What two calls must share to differ in batch and sequence only: feature dims, weights, other arguments."""
         kept: tuple[Any, ...]
         first = self._first()
-        if self.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM):
+        if self.op_class in PRODUCTS:
             both_batched = len(self.shapes) > 1 and len(self.shapes[first + 1]) > 2 and self.op_class == OpClass.GEMM
             kept = tuple(
                 shape[-2:] if both_batched else (len(shape), shape[-1]) if index == first else shape
@@ -222,7 +222,7 @@ class _Call:
 
     def elements(self) -> float:
         """Elements of the operand that grows with batch and sequence."""
-        if self.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM):
+        if self.op_class in PRODUCTS:
             return float(max(1, math.prod(self.shapes[self._first()])))
         if self.op_class == OpClass.EMBEDDING:
             return float(max(1, math.prod(self.shapes[1])))

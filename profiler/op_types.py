@@ -32,6 +32,10 @@ class OpClass(StrEnum):
     OTHER = "other"
 
 
+# Matrix products, single and grouped.
+PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor argument as the rules see it."""

@@ -17,6 +17,7 @@ from profiler import op_rules
 from profiler.op_types import (
     DEFAULT_KERNELS,
     FUSED_LOSS_CHUNK,
+    PRODUCTS,
     Call,
     Kernel,
     Kernels,
@@ -30,8 +31,8 @@ from profiler.op_types import (
 from specs.expr import Expr
 
 __all__ = [
-    "BUILDERS", "CLASSES", "DEFAULT_KERNELS", "ELEMENTWISE_SAVES", "FUSED_LOSS_CHUNK", "VIEWS", "Call", "Kernel", "Kernels",
-    "OpClass", "OpCost", "OpRule", "Tensor", "base_name", "describe", "op_class_of", "op_cost", "product",
+    "BUILDERS", "CLASSES", "DEFAULT_KERNELS", "ELEMENTWISE_SAVES", "FUSED_LOSS_CHUNK", "PRODUCTS", "VIEWS", "Call", "Kernel",
+    "Kernels", "OpClass", "OpCost", "OpRule", "Tensor", "base_name", "describe", "op_class_of", "op_cost", "product",
 ]  # fmt: skip
 
 

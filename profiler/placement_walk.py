@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from profiler.opset import OpClass, base_name, op_class_of
+from profiler.opset import PRODUCTS, OpClass, base_name, op_class_of
 from profiler.placed import Collective, LocalOp, LocalTensor, PlacedBlock, Placement, local_shape
 from profiler.placement_flow import before_expand, from_right, grad_flow, is_bottleneck, storage_roots
 from profiler.view_dims import ShardLost, output_dim
@@ -89,7 +89,7 @@ class Placer:
     def _step(self, op: Op, walk: Walk) -> None:
         refs = op.input_refs()
         kind, name = op_class_of(op.target), base_name(op.target)
-        if kind in (OpClass.GEMM, OpClass.GROUPED_GEMM) and len(refs) > 1 and refs[-1 if name == "addmm" else 1] in self.params:
+        if kind in PRODUCTS and len(refs) > 1 and refs[-1 if name == "addmm" else 1] in self.params:
             self._product(op, refs, walk)
         elif kind == OpClass.EMBEDDING and refs[0] in self.params:
             self._embedding(op, refs, walk)

@@ -21,7 +21,6 @@ from specs.base import InvalidInputValue, Provenance
 from specs.cluster import DeviceType
 
 _WIDER = ("float4", "float8", "float16", "bfloat16", "tf32", "float32", "float64")
-_PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 _MOST_MODELS = 256
 _models: dict[tuple[int, str], tuple[DeviceType, Model]] = {}
 

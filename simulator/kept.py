@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profiler.opset import OpClass
+from profiler.opset import PRODUCTS, OpClass
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
 from simulator.software import Software
 from specs.graph import DTYPE_BYTES
@@ -17,7 +17,6 @@ from specs.graph import DTYPE_BYTES
 # (Megatron Core's output-discarding recompute of layer norms, activations and MLA's up-projections).
 NORM_RESULTS, ACTIVATION_RESULTS, WIDENED_RESULTS = "norm results", "activation results", "widened results"
 DISCARDED = (NORM_RESULTS, ACTIVATION_RESULTS, WIDENED_RESULTS)
-PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 _LIGHT = (OpClass.ELEMENTWISE, OpClass.VIEW, OpClass.COPY)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from profiler.opset import FUSED_LOSS_CHUNK, OpClass
+from profiler.opset import FUSED_LOSS_CHUNK, PRODUCTS, OpClass
 from profiler.placed import LocalOp, LocalTensor, PlacedBlock, numeric_tensor
-from simulator.kept import DISCARDED, kept_sizes, made_again
+from simulator.kept import kept_sizes, made_again
 from simulator.pricing import OpPrice, OpPricer
 from specs.plan import RecomputeMode
 
 EVERY_SECOND_PRODUCT = "gemm/2"
 # Ops whose weight gradients are kernels of their own; those of norms and biases come with the input's gradient.
-WITH_WEIGHTS = (OpClass.GEMM, OpClass.GROUPED_GEMM, OpClass.EMBEDDING)
+WITH_WEIGHTS = (*PRODUCTS, OpClass.EMBEDDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class MemoryWalk:
         )
         self.discarded = self._discarding_ops()
         self.recomputed = self._recomputed_ops()
-        dropped = {tensor.root for index in self.discarded for tensor in placed.ops[index].outputs} - self._input_roots()
+        inputs = {tensor.root for tensor in placed.inputs}
+        dropped = {tensor.root for index in self.discarded for tensor in placed.ops[index].outputs} - inputs
         self.kept_by_op = [
             self._inputs_to_rerun(index) if index in self.recomputed else saved - dropped
             for index, saved in enumerate(self.saved_by_op)
@@ -94,13 +95,10 @@ class MemoryWalk:
         made = {tensor.root for other in self.recomputed for tensor in self.placed.ops[other].outputs}
         return {tensor.root for tensor in op.inputs} - made - self.weights
 
-    def _input_roots(self) -> set[str]:
-        return {tensor.root for tensor in self.placed.inputs}
-
     def _discarding_ops(self) -> frozenset[int]:
         if self.recompute.mode != RecomputeMode.SELECTIVE:
             return frozenset()
-        return made_again(self.placed, [word for word in DISCARDED if word in self.recompute.op_classes])
+        return made_again(self.placed, self.recompute.op_classes)
 
     def _recomputed_ops(self) -> frozenset[int]:
         """Positions of the ops that selective recompute runs again."""
@@ -110,7 +108,7 @@ class MemoryWalk:
         if not self.recompute.by_operator:
             classes = self.recompute.op_classes
             return self.discarded | {index for index, op in enumerate(ops) if op.op_class.value in classes}
-        products = [index for index, op in enumerate(ops) if op.op_class in (OpClass.GEMM, OpClass.GROUPED_GEMM)]
+        products = [index for index, op in enumerate(ops) if op.op_class in PRODUCTS]
         kept = {*products[::2], *(index for index, op in enumerate(ops) if op.op_class == OpClass.ATTENTION)}
         return frozenset(range(len(ops))) - kept
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from profiler.interpolate import OpTable
-from profiler.opset import DEFAULT_KERNELS, Call, Kernel, Kernels, OpClass, OpRule, Tensor, describe
+from profiler.opset import DEFAULT_KERNELS, PRODUCTS, Call, Kernel, Kernels, OpClass, OpRule, Tensor, describe
 from profiler.placed import LocalOp, numeric_tensor
 from profiler.shapes import record_key
 from simulator.efficiency import defaults, kernel_time_s, relative_error, source_of
@@ -55,7 +55,6 @@ class OpPrice:
         return self.weight_grad_s / self.backward_s if self.backward_s > 0 else 0.0
 
 
-PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 # Kernels that a software adds to a view (sums of gradients) are priced by the efficiency model.
 FREE = OpPrice(0.0, 0.0, (), (), 0.0, 0.0, 0.0, Provenance.FITTED, "view")
 

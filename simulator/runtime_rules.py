@@ -7,7 +7,7 @@ without prefetch, run on the calling thread; a prefetched gather (zero 3) runs b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from simulator.memory import MemoryRules
 from simulator.software import NATIVE, Software
@@ -39,11 +39,6 @@ class RuntimeRules:
         if tier == "inter" and self.source == "published" and self.slow_network:
             return SLOW_NETWORK_SLOWDOWN, SLOW_NETWORK_SLOWDOWN
         return self.compute_slowdown, self.comm_slowdown
-
-    def at_tier(self, tier: str) -> RuntimeRules:
-        """The same rules with the interference of collectives on ``tier`` (intra | inter)."""
-        compute, comm = self.slowdowns(tier)
-        return replace(self, compute_slowdown=compute, comm_slowdown=comm)
 
 
 SLOW_NETWORK_SLOWDOWN = 1.03

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from profiler.opset import OpClass
+from profiler.opset import PRODUCTS, OpClass
 from profiler.placed import LocalTensor, PlacedBlock, numeric_tensor
 from simulator.exchange import WHOLE, Split, exchanges, exposed_s, with_local_experts
 from simulator.factors import COMPUTE
 from simulator.fusion import Fusion, add_shared_gradients, join_projections
 from simulator.memory_walk import MemoryWalk, RecomputeChoice
 from simulator.network import GroupShape, Network
-from simulator.pricing import PRODUCTS, OpPrice, OpPricer
+from simulator.pricing import OpPrice, OpPricer
 from specs.base import Provenance
 from specs.graph import DTYPE_BYTES
 from specs.plan import RecomputeMode

@@ -7,14 +7,13 @@ halved where the convention counts only the causal half (Chowdhery et al., arXiv
 
 from __future__ import annotations
 
-from profiler.opset import OpClass, op_class_of
+from profiler.opset import PRODUCTS, OpClass, op_class_of
 from simulator.efficiency import peak_flop_per_s, rate_dtype
 from specs.accounting import AttentionFlop, FlopConvention, Utilization
 from specs.base import InvalidInputValue
 from specs.cluster import DeviceType
 from specs.graph import Block, ModelGraph
 
-PRODUCTS = (OpClass.GEMM, OpClass.GROUPED_GEMM)
 ATTENTION_SHARE = {AttentionFlop.NONE: 0.0, AttentionFlop.FULL: 1.0, AttentionFlop.CAUSAL: 0.5}
 DEFAULT_CONVENTION = FlopConvention()
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from api.asking import Question, asker
-from api.cli.inputs import Given, ServerOption, TokenOption, save_text
+from api.cli.inputs import Given, ServerOption, TokenOption, save_document
 from api.cli.output import JsonOption, NoColorOption, output
 from api.cli.show_accounts import show_memory_report, show_utilization
 from api.documents import full
@@ -76,8 +76,7 @@ def memory(
             graph, resolved, spec, *_ = Given(engine).read(model, cluster, workload, None)
             spec = _with_precision(spec, precision)
             report = engine.memory(graph, resolved, spec, strategy, micro_batch=micro_batch, host_buffer_factor=host_buffer_factor)
-    if out is not None:
-        save_text(out, report.to_json(indent=1) + "\n")
+    save_document(out, report)
     output.document(full(report), lambda console: show_memory_report(console, report))
 
 

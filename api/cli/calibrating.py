@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from api.cli.inputs import ClusterOption, Given, ModelOption, ProfileOption, read_part, read_plan, save_text
+from api.cli.inputs import ClusterOption, Given, ModelOption, ProfileOption, read_part, read_plan, save_document
 from api.cli.output import JsonOption, NoColorOption, output
 from api.cli.planning import OutputOption
 from api.cli.show import table
@@ -47,8 +47,7 @@ def calibrate(
     spec = None if workload is None else given.try_read(lambda: TrainingSpec.load(workload))
     graph, resolved, measured = given.read_site(model, cluster, profile)
     found = engine.calibrate(graph, resolved, measured, runs, plans=plans, workload=spec)
-    if out is not None:
-        save_text(out, found.to_json(indent=1) + "\n")
+    save_document(out, found)
     output.document(full(found), lambda console: show_calibration(console, found))
 
 

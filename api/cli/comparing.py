@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from api.asking import Question, asker
-from api.cli.inputs import CalibrationOption, ProfileOption, ServerOption, TokenOption, read_plan, save_text
+from api.cli.inputs import CalibrationOption, ProfileOption, ServerOption, TokenOption, read_plan, save_document, save_text
 from api.cli.output import JsonOption, NoColorOption, output, progress_display
 from api.cli.planning import OutputOption, improvement
 from api.cli.show_answers import show_diff, show_export, show_judgement, show_recommendation, show_why_not
@@ -92,8 +92,7 @@ def recommend(
     options = RecommendOptions(max_devices=max_devices, preset=preset, strategy=strategy, time_limit_s=time_limit_s, seed=seed)
     with progress_display() as sink:
         found = asker(server, token).recommend(Question(model=model, workload=workload), device, options, sink)
-    if out is not None:
-        save_text(out, found.to_json(indent=1) + "\n")
+    save_document(out, found)
     output.document(full(found), lambda console: show_recommendation(console, found))
 
 
@@ -142,8 +141,7 @@ def import_(
     """
     question = Question(model=model, cluster=cluster, workload=workload, profile=profile, calibration=calibration)
     found = asker(server, token).judge(question, _text_of(file), framework, strategy)
-    if out is not None:
-        save_text(out, found.to_json(indent=1) + "\n")
+    save_document(out, found)
     output.document(full(found), lambda console: show_judgement(console, found))
     if found.rules:
         raise typer.Exit(InvalidInput.exit_code)

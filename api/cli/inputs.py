@@ -122,6 +122,12 @@ def read_prediction(path: Path) -> Prediction:
     return read_part(path, Prediction, "prediction")
 
 
+def save_document(path: Path | None, document: Document) -> None:
+    """:func:`save_text` of a document, where a path was given."""
+    if path is not None:
+        save_text(path, document.to_json(indent=1) + "\n")
+
+
 def save_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; a path that cannot be written is one clear error."""
     partial = path.with_name(path.name + ".partial")

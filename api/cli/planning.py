@@ -21,6 +21,7 @@ from api.cli.inputs import (
     TokenOption,
     WorkloadOption,
     read_plan,
+    save_document,
     save_text,
 )
 from api.cli.output import JsonOption, NoColorOption, output, progress_display
@@ -49,8 +50,7 @@ def capture(
     Example: meshwright capture examples/models/llama-demo.json -o graph.json
     """
     graph = Engine(allow_factory=True).load_model(model)
-    if out is not None:
-        save_text(out, graph.to_json(indent=1) + "\n")
+    save_document(out, graph)
     output.document(graph.to_dict(), lambda console: show_graph(console, graph))
 
 

@@ -16,7 +16,7 @@ from api.cli.inputs import (
     ProfileOption,
     WorkloadOption,
     read_plan,
-    save_text,
+    save_document,
 )
 from api.cli.output import JsonOption, NoColorOption, output
 from api.cli.planning import OutputOption, PlanFileOption, StrategyOption, chosen_plan
@@ -69,8 +69,7 @@ def robust(
         *documents[:3], plan, speeds, profile=documents.profile, calibration=documents.calibration, what_if=what_if or (),
         steps=steps, seed=seed,
     )  # fmt: skip
-    if out is not None:
-        save_text(out, found.to_json(indent=1) + "\n")
+    save_document(out, found)
     output.document(full(found), lambda console: show_robustness(console, found))
 
 
@@ -98,8 +97,7 @@ def diagnose(
     else:
         measurement = Measurement.parse(data, subject=f"measurement {file}")
         found = Diagnosis(steps=measurement.steps, phases=engine.phase_spreads(measurement))
-    if out is not None:
-        save_text(out, found.to_json(indent=1) + "\n")
+    save_document(out, found)
 
     def show(console: Console) -> None:
         if "seconds" in data:

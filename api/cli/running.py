@@ -18,7 +18,7 @@ from api.cli.inputs import (
     read_part,
     read_plan,
     read_prediction,
-    save_text,
+    save_document,
 )
 from api.cli.output import JsonOption, NoColorOption, output, progress_display
 from api.cli.planning import OutputOption
@@ -51,8 +51,7 @@ def profile(
     graph, resolved, spec = Given(engine).read(model, cluster, workload, None)[:3]
     with progress_display() as sink:
         measured = engine.profile(graph, resolved, spec, strategies=strategy or (), quick=quick, progress=sink)
-    if out is not None:
-        save_text(out, measured.to_json(indent=1) + "\n")
+    save_document(out, measured)
     output.document(full(measured), lambda console: console.print(_profile_table(measured)))
 
 
@@ -99,8 +98,7 @@ def run(
             chosen, graph, spec, steps=steps, warmup_steps=warmup_steps, profile=measured_profile, run_time_limit_s=time_limit_s,
             progress=sink,
         )  # fmt: skip
-    if out is not None:
-        save_text(out, measurement.to_json(indent=1) + "\n")
+    save_document(out, measurement)
     if measurement.status != "succeeded":
         raise ExecutionFailed(measurement.error or "the run failed")
     output.document(full(measurement), lambda console: show_measurement(console, measurement))
@@ -149,8 +147,7 @@ def compare(
     """
     predicted, measured = read_prediction(prediction), read_part(measurement, Measurement, "measurement")
     comparison = Engine().compare(predicted, measured)
-    if out is not None:
-        save_text(out, comparison.to_json(indent=1) + "\n")
+    save_document(out, comparison)
     output.document(
         {**full(comparison), **comparison_sides(predicted.step_time_s, measured.step_time_s, comparison.step_time.relative_error)},
         lambda console: show_comparison(console, comparison),
